@@ -1,0 +1,25 @@
+"""Frozen configuration objects, importable from `vllm.config` as in 0.6.3."""
+
+from vllm.config.cache import CacheConfig
+from vllm.config.engine import (
+    DecodingConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoadConfig,
+    ObservabilityConfig,
+)
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+
+__all__ = [
+    "CacheConfig",
+    "DecodingConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "ObservabilityConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]

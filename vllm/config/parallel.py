@@ -1,0 +1,25 @@
+"""How the model is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Ranks and how they are started.
+
+    Attributes:
+        distributed_executor_backend: "mp", "ray", or None for in process.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    disable_custom_all_reduce: bool = False
+    max_parallel_loading_workers: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

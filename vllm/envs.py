@@ -1,0 +1,64 @@
+"""Environment variables: the only file that reads them.
+
+Each is read at the moment of access, so that tests and launchers may set it late. Install paths,
+debugging and deployment only; everything else is a flag.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+
+def _flag(name: str) -> Callable[[], bool]:
+    return lambda: os.environ.get(name, "0").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _text(name: str, default: str | None = None) -> Callable[[], str | None]:
+    return lambda: os.environ.get(name, default)
+
+
+def _number(name: str, default: float) -> Callable[[], float]:
+    return lambda: float(os.environ.get(name, default))
+
+
+def _root(xdg: str, fallback: str) -> Callable[[], str]:
+    return lambda: os.path.join(
+        os.environ.get(xdg) or os.path.join(os.path.expanduser("~"), fallback), "vllm"
+    )
+
+
+_VARIABLES: dict[str, Callable[[], Any]] = {
+    # where things are kept
+    "VLLM_CONFIG_ROOT": lambda: os.environ.get("VLLM_CONFIG_ROOT") or _root("XDG_CONFIG_HOME", ".config")(),
+    "VLLM_CACHE_ROOT": lambda: os.environ.get("VLLM_CACHE_ROOT") or _root("XDG_CACHE_HOME", ".cache")(),
+    "VLLM_RPC_BASE_PATH": lambda: os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir(),
+    # server
+    "VLLM_API_KEY": _text("VLLM_API_KEY"),
+    "OPENAI_API_KEY": _text("OPENAI_API_KEY"),
+    "VLLM_RPC_TIMEOUT": _number("VLLM_RPC_TIMEOUT", 10_000),  # ms
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": lambda: bool(os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH")),
+    # engine
+    "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0),  # GiB; 0 = chosen
+    "VLLM_CPU_OMP_THREADS_BIND": lambda: os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "all"),
+    "VLLM_ATTENTION_BACKEND": _text("VLLM_ATTENTION_BACKEND"),
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _flag("VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
+    "VLLM_PLUGINS": _text("VLLM_PLUGINS"),
+    # logging and debugging
+    "VLLM_LOGGING_LEVEL": lambda: os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
+    "VLLM_CONFIGURE_LOGGING": lambda: os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0",
+    "VLLM_POISON_CACHE": _flag("VLLM_POISON_CACHE"),  # fill freed cache bytes with NaN
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _VARIABLES[name]()
+    except KeyError:
+        raise AttributeError(f"unknown environment variable {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted(_VARIABLES)
