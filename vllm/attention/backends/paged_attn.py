@@ -1,0 +1,59 @@
+"""PagedAttention: the metadata of a step and the dispatch of each layer to its kernel.
+
+The model runner calls `plan` once a step; attention layers call `forward`. Which kernel serves a layer
+was decided by the selector at load time; nothing is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.attention.backends.abstract import AttentionParams
+from vllm.attention.backends.table import load_backend, rank_kernels
+from vllm.batch import ForwardBatch, LayerCache
+
+
+class PagedAttention:
+    """Attention over a paged cache, one kernel a layer."""
+
+    @staticmethod
+    def plan(
+        batch: ForwardBatch, kernels: Iterable[tuple[int, str]]
+    ) -> Mapping[tuple[int, str], Any]:
+        """Let every (group, kernel) in use prepare its metadata for this batch."""
+        return {key: load_backend(key[1]).plan(batch, key[0]) for key in kernels}
+
+    @staticmethod
+    def forward(
+        query_THD: Tensor,
+        key_THD: Tensor | None,
+        value_THD: Tensor | None,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        plans: Mapping[tuple[int, str], Any],
+        params: AttentionParams,
+        layer_impl: str | None = None,
+    ) -> Tensor:
+        """Write the new K/V into the cache and attend with the layer's kernel.
+
+        Args:
+            query_THD: [T, H, D].
+            key_THD, value_THD: new rows [T, Hkv, D], or None if the layer reads another's cache.
+            cache: the layer's views of the arena.
+            plans: what `plan` returned for this batch.
+            layer_impl: kernel name of this layer; None takes the first choice of the device.
+
+        Returns:
+            [T, H, D], dtype of the query.
+        """
+        name = layer_impl or rank_kernels(query_THD.device.type)[0]
+        out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        plan = plans.get((cache.group, name))
+        load_backend(name).forward(
+            out_THD, query_THD, key_THD, value_THD, cache, batch, plan, params
+        )
+        return out_THD

@@ -1,0 +1,132 @@
+"""The attention module of one decoder layer.
+
+Built by models; states what the layer keeps (`spec`) and what it asks of a kernel (`query`), and runs the
+kernel that the worker bound to it. Holds no cache and no batch: both come as arguments.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from vllm.attention.backends.abstract import AttentionParams, KernelQuery
+from vllm.attention.backends.paged_attn import PagedAttention
+from vllm.batch import AttentionState, ForwardBatch
+from vllm.cache_spec import CacheField, LayerCacheSpec, Lifetime
+from vllm.types import DType
+
+
+class Attention(nn.Module):
+    """Attention of one layer over this rank's heads.
+
+    Args:
+        layer: index of the decoder layer.
+        num_heads, num_kv_heads: heads of this rank.
+        scale: factor of the logits.
+        lifetime: what the layer keeps; `Full` everywhere in the vanilla engine, whatever the mask.
+        dtype: element type of query, key and value.
+        cache_dtype: element type of the cache; None is `dtype`.
+        window, sink_tokens, chunk_tokens, soft_cap: the mask and the cap, as in KernelQuery.
+        sinks: float32 [num_heads], learned sink logits, or None.
+        reads_from: layer whose cache this one reads instead of keeping its own.
+        kind: name of the layer type.
+        layer_impl: kernel that the user wants for this layer; None is the engine's choice.
+
+    Attributes:
+        kernel: name of the bound kernel, None before `bind`.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        lifetime: Lifetime,
+        *,
+        dtype: DType,
+        cache_dtype: DType | None = None,
+        window: int = 0,
+        sink_tokens: int = 0,
+        chunk_tokens: int = 0,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        reads_from: int | None = None,
+        kind: str = "full",
+        layer_impl: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.layer_impl = layer_impl
+        self.kernel: str | None = None
+        kv_dtype = cache_dtype or dtype
+        self.spec = LayerCacheSpec(
+            layer=layer,
+            fields=()
+            if reads_from is not None
+            else tuple(
+                CacheField(name=name, shape=(num_kv_heads, head_size), dtype=kv_dtype)
+                for name in ("k", "v")
+            ),
+            lifetime=lifetime,
+            kind=kind,
+            reads_from=reads_from,
+        )
+        self.params = AttentionParams(
+            scale=scale,
+            window=window,
+            sink_tokens=sink_tokens,
+            chunk_tokens=chunk_tokens,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+        self.query = KernelQuery(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            scale=scale,
+            window=window,
+            sink_tokens=sink_tokens,
+            has_sink_logits=sinks is not None,
+            chunk_tokens=chunk_tokens,
+            soft_cap=soft_cap,
+        )
+
+    def bind(self, kernel: str) -> None:
+        """Fix the kernel that serves this layer (the worker's job, once, after loading)."""
+        self.kernel = kernel
+
+    def forward(
+        self,
+        query_THD: Tensor,
+        key_THD: Tensor | None,
+        value_THD: Tensor | None,
+        batch: ForwardBatch,
+        attention: AttentionState,
+    ) -> Tensor:
+        """Write this step's K/V and attend.
+
+        Args:
+            query_THD: [T, num_heads, head_size].
+            key_THD, value_THD: [T, num_kv_heads, head_size], or None for a layer with `reads_from`.
+
+        Returns:
+            [T, num_heads, head_size].
+        """
+        cache = attention.caches[self.layer]
+        assert cache is not None, f"layer {self.layer} has no cache bound to it"
+        return PagedAttention.forward(
+            query_THD,
+            key_THD,
+            value_THD,
+            cache,
+            batch,
+            attention.plans,
+            self.params,
+            layer_impl=self.kernel,
+        )
