@@ -1,0 +1,50 @@
+"""Activations in plain PyTorch: the twins of `_custom_ops/activation.py`.
+
+Read by tests and by anyone who wants to know what the ops mean. Never called by the engine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    """silu(first half) * second half; the activation is rounded before the product."""
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(F.silu(gate) * up)
+
+
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    """gelu(first half) * second half, exact (erf) form."""
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(F.gelu(gate) * up)
+
+
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    """gelu(first half) * second half, tanh form."""
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(F.gelu(gate, approximate="tanh") * up)
+
+
+def gelu_new(out: Tensor, input: Tensor) -> None:
+    """Tanh form of gelu, as GPT-2 has it."""
+    x = input.float()
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x.pow(3))
+    out.copy_((0.5 * x * (1.0 + torch.tanh(inner))).to(input.dtype))
+
+
+def gelu_fast(out: Tensor, input: Tensor) -> None:
+    """Tanh form of gelu with the constant of FastGELU."""
+    x = input.float()
+    inner = 0.7978845608 * x * (1.0 + 0.044715 * x * x)
+    out.copy_((0.5 * x * (1.0 + torch.tanh(inner))).to(input.dtype))
+
+
+def gelu_quick(out: Tensor, input: Tensor) -> None:
+    """x * sigmoid(1.702 x)."""
+    x = input.float()
+    out.copy_((x * torch.sigmoid(1.702 * x)).to(input.dtype))
