@@ -1,0 +1,495 @@
+"""How a request's tokens are chosen, where it stops and what is reported.
+
+Made by users, by the HTTP layer and by `LLM.generate` (which also takes a dict); read by
+`engine/input_processor.py`, which turns it into numbers for the workers. Never changed by the engine:
+a caller may reuse one object for any number of requests. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import msgspec
+
+from vllm.errors import RequestError
+from vllm.logger import init_logger, warn_once
+
+logger = init_logger(__name__)
+
+GREEDY_TEMPERATURE = 1e-5
+LOWEST_TEMPERATURE = 0.01
+
+LogitsProcessor: TypeAlias = Callable[..., Any]
+"""(output ids, logits) -> logits, or (prompt ids, output ids, logits) -> logits."""
+
+
+class SamplingType(IntEnum):
+    """How the next token is chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class RequestOutputKind(IntEnum):
+    """What each output of a running request holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # nothing until the end, then everything
+
+
+class GuidedDecodingParams(msgspec.Struct, omit_defaults=True):
+    """A form that the output must have; at most one of the first five fields.
+
+    Attributes:
+        json: JSON schema, as text or as a dict.
+        regex: regular expression that the whole output matches.
+        choice: the output is one of these strings.
+        grammar: context-free grammar, Lark or GBNF/EBNF text.
+        json_object: any JSON object.
+        backend: accepted for compatibility; every form is served by one library.
+        whitespace_pattern: regular expression of the white space allowed inside JSON.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.given_forms()
+        if len(given) > 1:
+            raise RequestError(
+                f"only one form of structured output can be asked for, but these were given: "
+                f"{', '.join(given)}; leave one",
+                param="guided_decoding",
+            )
+
+    def given_forms(self) -> list[str]:
+        """Return the names of the forms that are set."""
+        forms: list[tuple[str, object]] = [
+            ("json", self.json),
+            ("regex", self.regex),
+            ("choice", self.choice),
+            ("grammar", self.grammar),
+            ("json_object", self.json_object or None),
+        ]
+        return [name for name, value in forms if value is not None]
+
+    @classmethod
+    def from_optional(
+        cls,
+        json: str | dict[str, Any] | type | Any | None = None,
+        regex: str | None = None,
+        choice: list[str] | None = None,
+        grammar: str | None = None,
+        json_object: bool | None = None,
+        backend: str | None = None,
+        whitespace_pattern: str | None = None,
+    ) -> GuidedDecodingParams | None:
+        """Build from values that may be None; a pydantic model or class stands for its schema.
+
+        Returns: None when no form is given at all.
+        """
+        if json is None and not (regex or choice or grammar or json_object):
+            return None
+        return cls(
+            json=_as_json_schema(json),
+            regex=regex,
+            choice=choice,
+            grammar=grammar,
+            json_object=json_object,
+            backend=backend,
+            whitespace_pattern=whitespace_pattern,
+        )
+
+
+def _as_json_schema(value: Any) -> str | dict[str, Any] | None:
+    if value is None or isinstance(value, (str, dict)):
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "model_json_schema"):  # a pydantic class or object
+        schema: dict[str, Any] = value.model_json_schema()
+        return schema
+    raise RequestError(
+        f"a JSON schema must be text, a dict or a pydantic model, not {type(value).__name__}",
+        param="guided_json",
+    )
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
+    """Sampling parameters of one request; names and defaults of the OpenAI API where it has them.
+
+    Attributes:
+        n: answers to return.
+        best_of: answers to generate, of which the n likeliest are returned; None means n.
+        presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
+        repetition_penalty: (0, 2], over prompt and generated tokens; above 1 discourages.
+        temperature: 0 takes the likeliest token.
+        top_p, top_k, min_p: keep the likeliest tokens only; -1 switches top_k off.
+        seed: the same seed gives the same tokens, in any batch; None draws one.
+        stop: strings that end the answer, cut off unless include_stop_str_in_output.
+        stop_token_ids: ids that end it.
+        ignore_eos: go on after the end-of-sequence token.
+        max_tokens: most tokens to generate; None for as many as the model's length allows.
+        min_tokens: no end before so many tokens.
+        logprobs: likeliest tokens reported with each generated token (it is always among them).
+        prompt_logprobs: the same for prompt tokens.
+        detokenize: whether text is made.
+        logits_processors: callables on the logits; in-process engines only.
+        truncate_prompt_tokens: keep the last so many prompt tokens (applied by the HTTP layer).
+        output_kind: see RequestOutputKind.
+        guided_decoding: a form that the output must have.
+        logit_bias: id -> value added to its logit, clamped to [-100, 100].
+        allowed_token_ids: only these ids may be generated.
+        bad_words: strings that may not be generated.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logits_processors: Any | None = None
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    output_text_buffer_length: int = 0
+    guided_decoding: GuidedDecodingParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+
+    @classmethod
+    def from_optional(
+        cls,
+        n: int | None = 1,
+        best_of: int | None = None,
+        presence_penalty: float | None = 0.0,
+        frequency_penalty: float | None = 0.0,
+        repetition_penalty: float | None = 1.0,
+        temperature: float | None = 1.0,
+        top_p: float | None = 1.0,
+        top_k: int | None = -1,
+        min_p: float | None = 0.0,
+        seed: int | None = None,
+        stop: str | list[str] | None = None,
+        stop_token_ids: list[int] | None = None,
+        include_stop_str_in_output: bool = False,
+        ignore_eos: bool = False,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        detokenize: bool = True,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        logits_processors: list[LogitsProcessor] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        guided_decoding: GuidedDecodingParams | None = None,
+        logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
+        allowed_token_ids: list[int] | None = None,
+        bad_words: list[str] | None = None,
+    ) -> SamplingParams:
+        """Build from values of which None stands for the default; ids in logit_bias may be text."""
+        return cls(
+            n=1 if n is None else n,
+            best_of=best_of,
+            presence_penalty=0.0 if presence_penalty is None else presence_penalty,
+            frequency_penalty=0.0 if frequency_penalty is None else frequency_penalty,
+            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+            temperature=1.0 if temperature is None else temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=-1 if top_k is None else top_k,
+            min_p=0.0 if min_p is None else min_p,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            include_stop_str_in_output=include_stop_str_in_output,
+            ignore_eos=ignore_eos,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            detokenize=detokenize,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            logits_processors=logits_processors,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            output_kind=output_kind,
+            guided_decoding=guided_decoding,
+            logit_bias=_integer_keys(logit_bias),
+            allowed_token_ids=allowed_token_ids,
+            bad_words=bad_words,
+        )
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """Build from a dict of field names.
+
+        Raises: TypeError naming the nearest field for an unknown one; RequestError for a bad value.
+        """
+        known = set(cls.__struct_fields__)
+        for name in fields:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"SamplingParams has no field {name!r}{hint}")
+        values = dict(fields)
+        guided = values.get("guided_decoding")
+        if isinstance(guided, Mapping):
+            values["guided_decoding"] = GuidedDecodingParams(**guided)
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        self.stop = _as_list(self.stop, "stop", str)
+        self.stop_token_ids = _as_list(self.stop_token_ids, "stop_token_ids", int)
+        self.bad_words = _as_list(self.bad_words, "bad_words", str)
+        if self.seed == -1:
+            self.seed = None
+        self.logprobs = _count(self.logprobs)
+        self.prompt_logprobs = _count(self.prompt_logprobs)
+        self.logit_bias = _clamped_bias(self.logit_bias)
+        self.verify()
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            warn_once(
+                logger,
+                f"a temperature between 0 and {LOWEST_TEMPERATURE} overflows the softmax; "
+                f"{LOWEST_TEMPERATURE} is used (0 takes the likeliest token)",
+            )
+            self.temperature = LOWEST_TEMPERATURE
+        if self.is_greedy:
+            self._reset_filters()
+        if self.stop and not self.include_stop_str_in_output:
+            self.output_text_buffer_length = max(len(s) for s in self.stop) - 1
+
+    def verify(self) -> None:
+        """Check every field; the engine calls this again, since fields may be set later.
+
+        Raises: RequestError naming the field; TypeError for a top_k that is no integer.
+        """
+        self._check_numbers()
+        self._check_lengths()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _check_int("n", self.n, low=1)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, low=1)
+            if self.best_of < self.n:
+                raise RequestError(
+                    f"best_of must be at least n, got best_of={self.best_of} and n={self.n}",
+                    param="best_of",
+                )
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        _check_range("temperature", self.temperature, 0.0, math.inf)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool):
+            raise TypeError(f"top_k must be an integer, got {type(self.top_k).__name__}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise RequestError(
+                f"top_k must be -1 (off) or at least 1, got {self.top_k}", param="top_k"
+            )
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1)
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, got min_tokens={self.min_tokens} and "
+                f"max_tokens={self.max_tokens}",
+                param="min_tokens",
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, low=0)
+        if self.truncate_prompt_tokens is not None:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, low=1)
+
+    def _check_lists(self) -> None:
+        if any(not text for text in self.stop or ()):
+            raise RequestError("stop may not hold an empty string", param="stop")
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "stop strings need text: set detokenize=True, or use stop_token_ids", param="stop"
+            )
+        if any(not text for text in self.bad_words or ()):
+            raise RequestError("bad_words may not hold an empty string", param="bad_words")
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise RequestError(
+                "allowed_token_ids is empty, so no token could be chosen; give at least one id",
+                param="allowed_token_ids",
+            )
+        if self.output_kind == RequestOutputKind.DELTA and self.num_branches > self.n:
+            raise RequestError(
+                "best_of above n cannot be streamed as deltas: the best are known only at the end",
+                param="best_of",
+            )
+
+    def _reset_filters(self) -> None:
+        self.top_p, self.top_k, self.min_p = 1.0, -1, 0.0
+        if self.num_branches > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise RequestError(
+                f"{name} must be 1 when temperature is 0, got {self.num_branches}: every answer "
+                "would be the same; set a temperature",
+                param=name,
+            )
+
+    @property
+    def num_branches(self) -> int:
+        """Answers that are generated, at least n."""
+        return self.best_of or self.n
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """GREEDY, RANDOM, or RANDOM_SEED when a seed was given."""
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """Every id that ends the answer, as far as known here."""
+        return set(self.stop_token_ids or ())
+
+    def update_from_generation_config(
+        self, generation_config: Mapping[str, Any], eos_token_id: int | None = None
+    ) -> None:
+        """Add the end tokens that generation_config.json names beside the tokenizer's.
+
+        Nothing else of that file is applied.
+        """
+        if self.ignore_eos:
+            return
+        extra = extra_eos_ids(generation_config, eos_token_id)
+        known = self.stop_token_ids or []
+        self.stop_token_ids = [*known, *(i for i in extra if i not in known)]
+
+    def clone(self) -> SamplingParams:
+        """Return a deep copy that shares the logits processors (they may not be copyable)."""
+        shared = {id(p): p for p in self.logits_processors or ()}
+        return copy.deepcopy(self, memo=shared)
+
+
+def extra_eos_ids(generation_config: Mapping[str, Any], eos_token_id: int | None) -> list[int]:
+    """Return the end tokens of generation_config.json, without the tokenizer's own."""
+    value = generation_config.get("eos_token_id")
+    ids = [value] if isinstance(value, int) else list(value or ())
+    return [i for i in ids if i != eos_token_id]
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """Parameters of a beam search."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, low=1)
+        _check_int("max_tokens", self.max_tokens, low=1)
+        _check_range("temperature", self.temperature, 0.0, math.inf)
+        _check_range("length_penalty", self.length_penalty, -math.inf, math.inf)
+
+
+def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise RequestError(f"{name} must be at least {low}{upper}, got {value}", param=name)
+
+
+def _check_range(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    allowed = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise RequestError(f"{name} must be a number in {allowed}, got {value!r}", param=name)
+    is_low = value <= low if open_low else value < low
+    if math.isnan(value) or math.isinf(value) or is_low or value > high:
+        raise RequestError(f"{name} must be in {allowed}, got {value}", param=name)
+
+
+def _count(value: int | bool | None) -> int | None:
+    return 1 if value is True else None if value is False else value
+
+
+def _as_list(value: Any, name: str, item: type) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, item):
+        return [value]
+    items = list(value) if isinstance(value, (list, tuple, set)) else None
+    if items is None or not all(isinstance(v, item) and not isinstance(v, bool) for v in items):
+        raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}", param=name)
+    return items
+
+
+def _integer_keys(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    result = {}
+    for key, value in bias.items():
+        try:
+            result[int(key)] = value
+        except (TypeError, ValueError):
+            raise RequestError(
+                f"logit_bias is keyed by token id, got {key!r}", param="logit_bias"
+            ) from None
+    return result
+
+
+def _clamped_bias(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
+    checked = _integer_keys(bias)
+    if checked is None:
+        return None
+    for token_id, value in checked.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
+            raise RequestError(
+                f"logit_bias of token {token_id} must be a number, got {value!r}",
+                param="logit_bias",
+            )
+    return {i: min(100.0, max(-100.0, float(v))) for i, v in checked.items()}
