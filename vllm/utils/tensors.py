@@ -1,9 +1,11 @@
-"""Between our element types and torch's. The one file of `utils` that imports torch."""
+"""Between our element types, fields and bytes and torch's. The one file of `utils` that imports torch."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from vllm.cache_spec import BLOCK_ALIGNMENT_BYTES, CacheField
 from vllm.types import DType
 
 _TO_TORCH: dict[DType, torch.dtype] = {
@@ -25,3 +27,25 @@ def to_torch_dtype(dtype: DType) -> torch.dtype:
 def from_torch_dtype(dtype: torch.dtype) -> DType:
     """Return our name of a torch element type; KeyError if the project does not use it."""
     return _FROM_TORCH[dtype]
+
+
+def view_cache_field(arena: Tensor, field: CacheField, offset_bytes: int, block_tokens: int) -> Tensor:
+    """Return a field's strided view of a uint8 arena (shape and stride as in `LayerCache`).
+
+    Args:
+        arena: uint8 [bytes], contiguous.
+        offset_bytes: byte offset of the field inside a block.
+    """
+    dtype = to_torch_dtype(field.dtype)
+    itemsize = field.dtype.itemsize
+    shape = (block_tokens, *field.shape) if field.per == "token" else field.shape
+    unit_bytes = field.unit_bytes * (block_tokens if field.per == "token" else 1)
+    num_units = max(0, (arena.numel() - offset_bytes - unit_bytes) // BLOCK_ALIGNMENT_BYTES + 1)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return arena.view(dtype).as_strided(
+        (num_units, *shape),
+        (BLOCK_ALIGNMENT_BYTES // itemsize, *strides),
+        offset_bytes // itemsize,
+    )
