@@ -23,7 +23,9 @@ from vllm.errors import ShapeError
 
 def _check_heads(name: str, tensor: Tensor, num_tokens: int, head_size: int) -> None:
     check_rank("rotary_embedding", name, tensor, 2, 3)
-    check_tensor("rotary_embedding", name, tensor, FLOATS, (num_tokens, *[None] * (tensor.dim() - 1)))
+    check_tensor(
+        "rotary_embedding", name, tensor, FLOATS, (num_tokens, *[None] * (tensor.dim() - 1))
+    )
     check_rows("rotary_embedding", name, tensor)
     width = tensor.shape[-1]
     if width != head_size and (tensor.dim() == 3 or width % head_size):

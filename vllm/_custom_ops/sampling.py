@@ -27,7 +27,9 @@ def _check_logits(op: str, logits: Tensor) -> int:
     return logits.shape[0]
 
 
-def _check_vector(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], size: int) -> None:
+def _check_vector(
+    op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], size: int
+) -> None:
     check_tensor(op, name, tensor, dtypes, (size,))
     check_contiguous(op, name, tensor)
 

@@ -1,0 +1,35 @@
+// RMS norm, plain and fused with the residual addition.
+#include "cpu/kernels/norm.h"
+
+#include "cpu/parallel.h"
+#include "cpu/rows/norm.h"
+
+namespace VLLM_KERNEL_NAMESPACE {
+
+namespace {
+
+template <typename T, typename W>
+void norm_rows(const RmsNormArgs& args) {
+  parallel_for(args.rows, args.rows * args.n, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* out = static_cast<T*>(args.out) + row * args.out_stride;
+      const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+      if (args.residual != nullptr) {
+        T* residual = static_cast<T*>(args.residual) + row * args.residual_stride;
+        add_row(residual, x, args.n);
+        x = residual;
+      }
+      rms_norm_row(out, x, static_cast<const W*>(args.weight), args.n, args.epsilon);
+    }
+  });
+}
+
+}  // namespace
+
+void rms_norm(const RmsNormArgs& args) {
+  if (args.element == Element::kFloat) return norm_rows<float, float>(args);
+  if (args.weight_element == Element::kFloat) return norm_rows<bf16, float>(args);
+  norm_rows<bf16, bf16>(args);
+}
+
+}  // namespace VLLM_KERNEL_NAMESPACE

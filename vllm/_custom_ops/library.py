@@ -1,0 +1,108 @@
+"""Loads the compiled ops on first use and turns their argument errors into ShapeError.
+
+The doors of this package call ops through :data:`C` and :data:`CACHE_OPS`. A missing or broken
+extension is one clear KernelError; nothing here ever falls back to slow code.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.errors import KernelError, ShapeError
+
+_CPU_LIBRARY = Path(__file__).resolve().parent.parent / "_C_cpu.abi3.so"
+_SHAPE_MARK = "[shape] "
+_OLDEST_TORCH = (2, 11)
+_HOW_TO_BUILD = "build it with `pip install -e .` (or `make build`) in the source tree"
+
+
+class OpNamespace:
+    """The ops of one torch namespace; the extension is loaded at the first attribute access."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        load_extension()
+        call = _with_shape_errors(getattr(getattr(torch.ops, self._name), op).default)
+        setattr(self, op, call)  # the next access finds it without this function
+        return call
+
+
+C = OpNamespace("_C")
+CACHE_OPS = OpNamespace("_C_cache_ops")
+
+CPU_ISAS = ("avx2", "avx512", "avx512_bf16")
+
+
+def cpu_isa() -> str:
+    """Return the instruction set in use: one of CPU_ISAS."""
+    return CPU_ISAS[C.cpu_isa()]
+
+
+def available_cpu_isas() -> tuple[str, ...]:
+    """Return the instruction sets that this processor has, slowest first."""
+    return CPU_ISAS[: C.best_cpu_isa() + 1]
+
+
+def set_cpu_isa(name: str) -> None:
+    """Use another instruction set from now on; for tests and benchmarks."""
+    C.set_cpu_isa(CPU_ISAS.index(name))
+
+
+@functools.cache
+def load_extension() -> None:
+    """Load the CPU ops once.
+
+    Raises:
+        KernelError: the file is missing, cannot be loaded, or uses another OpenMP runtime than torch.
+    """
+    if not _CPU_LIBRARY.is_file():
+        raise KernelError(f"the compiled ops {_CPU_LIBRARY} are missing; {_HOW_TO_BUILD}")
+    found = torch.__version__
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if release < _OLDEST_TORCH:
+        raise KernelError(
+            f"torch {found} is too old for the compiled ops; install torch >= "
+            f"{'.'.join(map(str, _OLDEST_TORCH))}"
+        )
+    try:
+        torch.ops.load_library(str(_CPU_LIBRARY))
+        ours, theirs = torch.ops._C.openmp_runtimes()
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise KernelError(
+            f"the compiled ops {_CPU_LIBRARY} cannot be loaded: {error}. They were built with torch "
+            f"{_built_for_torch()}, this process has torch {found}; {_HOW_TO_BUILD}"
+        ) from error
+    if ours != theirs:
+        raise KernelError(
+            f"two OpenMP runtimes in one process: the compiled ops use {ours}, torch uses {theirs}. "
+            "Import torch before libraries that bring their own OpenMP, and preload at most one"
+        )
+
+
+def _built_for_torch() -> str:
+    """Return the torch version named inside the library file, which may be unloadable."""
+    match = re.search(rb"VLLM_BUILT_FOR_TORCH=([^;\0]+);", _CPU_LIBRARY.read_bytes())
+    return match.group(1).decode() if match else "unknown"
+
+
+def _with_shape_errors(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `op` so that a failed argument check raises ShapeError."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            _, mark, text = str(error).partition(_SHAPE_MARK)
+            if not mark:
+                raise
+            raise ShapeError(text.splitlines()[0]) from None
+
+    return call
