@@ -1,0 +1,128 @@
+"""Builds the compiled ops through CMake; everything else about the package stands in pyproject.toml.
+
+Environment: VLLM_TARGET_DEVICE = auto (default) | cpu | cuda | empty; MAX_JOBS = parallel compiler jobs;
+CMAKE_BUILD_TYPE = Release (default) | RelWithDebInfo | Debug; CMAKE_ARGS = more arguments for cmake.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+DEVICES = ("auto", "cpu", "cuda", "empty")
+
+
+def find_nvcc() -> str | None:
+    """Return the path of nvcc, from CUDA_HOME or the PATH."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return str(Path(home) / "bin" / "nvcc")
+    return shutil.which("nvcc")
+
+
+def resolve_device() -> str:
+    """Return which libraries are built: "cpu", "cuda" (both libraries) or "empty" (none).
+
+    auto takes cuda where the sources and nvcc are there, else cpu; "empty" off Linux, since the package
+    then only serves to read configs and clients.
+    """
+    asked = os.environ.get("VLLM_TARGET_DEVICE", "auto").strip().lower()
+    if asked not in DEVICES:
+        raise SystemExit(f"VLLM_TARGET_DEVICE is {asked!r}; allowed: {', '.join(DEVICES)}")
+    if not sys.platform.startswith("linux"):
+        return "empty"
+    has_cuda_sources = (ROOT / "cmake" / "cuda_ops.cmake").is_file()
+    if asked == "auto":
+        return "cuda" if has_cuda_sources and find_nvcc() else "cpu"
+    if asked == "cuda" and not find_nvcc():
+        raise SystemExit(
+            "VLLM_TARGET_DEVICE=cuda needs nvcc on the PATH or in CUDA_HOME/bin, and there is none; "
+            "install the CUDA toolkit, or build with VLLM_TARGET_DEVICE=cpu"
+        )
+    return asked
+
+
+DEVICE = resolve_device()
+LIBRARIES = {"empty": (), "cpu": ("_C_cpu",), "cuda": ("_C_cpu", "_C_cuda")}[DEVICE]
+
+
+def count_jobs() -> int:
+    """Return how many compiler processes run at once."""
+    asked = os.environ.get("MAX_JOBS")
+    return max(1, int(asked)) if asked else len(os.sched_getaffinity(0))
+
+
+class CMakeBuild(build_ext):
+    """Configures once and lets CMake build every library into the package folder."""
+
+    def run(self) -> None:
+        """Build all libraries with one call of CMake."""
+        if not LIBRARIES:
+            return
+        cmake = shutil.which("cmake")
+        if cmake is None:
+            raise SystemExit("cmake is needed to build the ops and was not found; pip install cmake ninja")
+        package = ROOT / "vllm" if self.inplace else Path(self.build_lib).resolve() / "vllm"
+        work = Path(self.build_temp).resolve() / "cmake"
+        work.mkdir(parents=True, exist_ok=True)
+        package.mkdir(parents=True, exist_ok=True)
+        configure = [
+            cmake,
+            "-S",
+            str(ROOT),
+            "-B",
+            str(work),
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DVLLM_TARGET_DEVICE={DEVICE}",
+            f"-DVLLM_OUTPUT_DIR={package}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        if shutil.which("ninja"):
+            configure += ["-G", "Ninja"]
+        if nvcc := find_nvcc():
+            configure.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(work), "--parallel", str(count_jobs())], check=True)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the file name CMake gives a library."""
+        return fullname.replace(".", os.sep) + ".abi3.so"
+
+
+class Wheel(bdist_wheel):
+    """Tags the wheel by platform only: the libraries use neither Python's ABI nor one torch's."""
+
+    def run(self) -> None:
+        """Build from an empty staging folder, so that nothing of an earlier build gets in."""
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return py3-none-PLATFORM, or py3-none-any when nothing is compiled."""
+        _, _, platform = super().get_tag()
+        return ("py3", "none", platform if LIBRARIES else "any")
+
+
+class PackageWithOps(Distribution):
+    """A distribution that is platform specific exactly when libraries are built."""
+
+    def has_ext_modules(self) -> bool:
+        """Return whether anything is compiled."""
+        return bool(LIBRARIES)
+
+
+setup(
+    distclass=PackageWithOps,
+    ext_modules=[Extension(f"vllm.{name}", sources=[]) for name in LIBRARIES],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
+)
