@@ -1,0 +1,1 @@
+"""Adapters: named, not served."""

@@ -1,0 +1,1 @@
+"""Prompt adapters: named, not served."""

@@ -1,0 +1,1 @@
+"""Usage contexts. Nothing is collected and nothing is sent."""
