@@ -1,0 +1,108 @@
+"""Changes to logits that one request asks for, before penalties and temperature.
+
+Called by the sampler for the few rows that have any. Works on views of single rows; a fault of a user's
+processor is returned as that row's error and never raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm._custom_ops.sampling import apply_token_bitmask
+from vllm.model_executor.layers.sampling_state import SamplingState
+
+_NEVER = float("-inf")
+
+
+def apply_processors(logits_V: Tensor, state: SamplingState) -> str | None:
+    """Run the user's processors on one row, in place; returns what went wrong, or None."""
+    for processor in state.processors:
+        try:
+            result = processor(list(state.prompt_ids), list(state.output_ids), logits_V)
+        except Exception as exc:  # a user's code may raise anything
+            return f"a logits processor raised {type(exc).__name__}: {exc}"
+        if not isinstance(result, Tensor) or result.shape != logits_V.shape:
+            given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            return (
+                f"a logits processor must return a tensor of shape {tuple(logits_V.shape)}, "
+                f"returned {given}"
+            )
+        if result is not logits_V:
+            logits_V.copy_(result)
+    return None
+
+
+def apply_bitmasks(logits_SV: Tensor, masks: Sequence[tuple[int, bytes]]) -> None:
+    """Forbid what grammars forbid, in place.
+
+    Args:
+        masks: (row of `logits_SV`, packed bitmask: int32 words, token t is bit t % 32 of word t // 32).
+    """
+    if not masks:
+        return
+    width = max(len(mask) for _, mask in masks) // 4
+    words = np.zeros((len(masks), width), dtype=np.int32)
+    for i, (_, mask) in enumerate(masks):
+        packed = np.frombuffer(mask, dtype=np.int32)
+        words[i, : len(packed)] = packed
+    rows = torch.tensor([row for row, _ in masks], dtype=torch.int64, device=logits_SV.device)
+    apply_token_bitmask(logits_SV, rows, torch.from_numpy(words).to(logits_SV.device))
+
+
+def apply_rules(logits_V: Tensor, state: SamplingState) -> str | None:
+    """Apply logit_bias, allowed_token_ids, bad words and min_tokens to one row, in place.
+
+    Returns:
+        What is wrong with the request, or None. Ids are checked when a request enters the engine; one
+        that is outside all the same must not take the neighbours down with it.
+    """
+    vocab = logits_V.shape[0]
+    params = state.params
+    for name, ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        outside = [token for token in ids if not 0 <= token < vocab]
+        if outside:
+            return f"{name} has token ids {outside} outside 0..{vocab - 1}"
+    if params.logit_bias:
+        bias_ids = _as_ids(list(params.logit_bias), logits_V)
+        bias = torch.tensor(
+            list(params.logit_bias.values()), dtype=logits_V.dtype, device=logits_V.device
+        )
+        logits_V.index_add_(0, bias_ids, bias)
+    if params.allowed_token_ids is not None:
+        allowed_ids = _as_ids(params.allowed_token_ids, logits_V)
+        kept = logits_V[allowed_ids]
+        logits_V.fill_(_NEVER)
+        logits_V[allowed_ids] = kept
+    banned = _find_bad_words(params.bad_words_token_ids, state.output_ids)
+    if state.num_outputs < params.min_tokens:
+        banned.extend(params.stop_token_ids)
+    if banned:
+        inside = [token for token in banned if 0 <= token < vocab]
+        logits_V[_as_ids(inside, logits_V)] = _NEVER
+    return None
+
+
+def _as_ids(ids: Sequence[int], logits_V: Tensor) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=logits_V.device)
+
+
+def _find_bad_words(
+    bad_words: Sequence[Sequence[int]], output_ids: Sequence[int]
+) -> list[int]:
+    """Return the tokens that would complete a bad word right now.
+
+    Only what was generated counts: a prompt that ends in the first half of a bad word bans nothing.
+    """
+    banned = []
+    for word in bad_words:
+        *head, last = word
+        if not head or list(output_ids[-len(head) :]) == head:
+            banned.append(last)
+    return banned

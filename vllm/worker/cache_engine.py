@@ -1,0 +1,185 @@
+"""The cache of one rank: the arena, each layer's views of it, and what happens to its bytes before a step.
+
+Made by the worker from the agreed layout and this rank's own cache specs. Block ids come from the
+scheduler; this file never decides who owns a block.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from vllm import envs
+from vllm._custom_ops.cache import copy_blocks
+from vllm.batch import LayerCache
+from vllm.cache_spec import (
+    BLOCK_ALIGNMENT_BYTES,
+    CacheLayout,
+    GroupLayout,
+    KVCacheGroup,
+    LayerCacheSpec,
+    make_group,
+)
+from vllm.errors import ConfigError, OutOfMemoryError
+from vllm.logger import init_logger
+from vllm.step import StepPlan
+from vllm.utils.tensors import view_cache_field
+from vllm.worker.block_table import MAX_ARENA_UNITS, GroupGeometry
+
+logger = init_logger(__name__)
+
+_NAN_BYTE = 0xFF  # all bits set is NaN in every float type
+_NO_OWNER = -1
+
+
+class CacheEngine:
+    """Arena, views and byte moves of one rank.
+
+    Attributes:
+        groups: the groups with this rank's byte sizes, in the order of the layout.
+        geometries: where their blocks lie.
+        caches: views of each decoder layer, None where the layer keeps nothing.
+        arena: uint8, all superblocks and one more for the pad blocks.
+    """
+
+    def __init__(
+        self, specs: Sequence[LayerCacheSpec], layout: CacheLayout, device: torch.device
+    ) -> None:
+        self.groups = tuple(_size_group(group, specs) for group in layout.groups)
+        superblock_bytes = max(
+            (
+                shape.blocks_per_superblock * group.block_bytes
+                for shape, group in zip(layout.groups, self.groups, strict=True)
+            ),
+            default=BLOCK_ALIGNMENT_BYTES,
+        )
+        superblock_units = superblock_bytes // BLOCK_ALIGNMENT_BYTES
+        num_units = (layout.num_superblocks + 1) * superblock_units
+        if num_units > MAX_ARENA_UNITS:
+            raise ConfigError(
+                f"a cache of {num_units * BLOCK_ALIGNMENT_BYTES} bytes a rank is beyond the "
+                f"{MAX_ARENA_UNITS * BLOCK_ALIGNMENT_BYTES} that block offsets reach; give it less memory"
+            )
+        self.geometries = tuple(
+            GroupGeometry(
+                block_tokens=group.block_tokens,
+                blocks_per_superblock=shape.blocks_per_superblock,
+                superblock_units=superblock_units,
+                block_units=group.block_bytes // BLOCK_ALIGNMENT_BYTES,
+                pad_offset=layout.num_superblocks * superblock_units,
+            )
+            for shape, group in zip(layout.groups, self.groups, strict=True)
+        )
+        self.arena = allocate_arena(num_units * BLOCK_ALIGNMENT_BYTES, device)
+        self.caches = _bind_layers(self.arena, self.groups, specs)
+        self._is_poisoned: bool = envs.VLLM_POISON_CACHE
+        if self._is_poisoned:
+            self.arena.fill_(_NAN_BYTE)
+        self._owners = [_NO_OWNER] * layout.num_superblocks
+        self._superblock_bytes = superblock_bytes
+
+    def prepare_step(self, plan: StepPlan) -> None:
+        """Clean what the step's new blocks need cleaned, then run the plan's copies.
+
+        A superblock is zeroed before its first use by another group than the last. Under
+        VLLM_POISON_CACHE every block is filled with NaN whenever a sequence gets it afresh.
+        """
+        if self._is_poisoned:
+            self._poison_fresh(plan)
+        elif len(self.groups) > 1:
+            self._clean_superblocks(plan)
+        if plan.copies:
+            self._copy_blocks(plan)
+
+    def _poison_fresh(self, plan: StepPlan) -> None:
+        for group, block_id in self._list_fresh(plan):
+            geometry = self.geometries[group]
+            start = geometry.get_offset(block_id) * BLOCK_ALIGNMENT_BYTES
+            self.arena[start : start + geometry.block_bytes].fill_(_NAN_BYTE)
+
+    def _clean_superblocks(self, plan: StepPlan) -> None:
+        for group, block_id in self._list_fresh(plan):
+            superblock = block_id // self.geometries[group].blocks_per_superblock
+            owner = self._owners[superblock]
+            if owner == group:
+                continue
+            self._owners[superblock] = group
+            if owner != _NO_OWNER:  # never used before: still zero
+                start = superblock * self._superblock_bytes
+                self.arena[start : start + self._superblock_bytes].zero_()
+
+    def _list_fresh(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
+        """Yield (group, block id) of every block that holds no valid row before this step's copies."""
+        for new in plan.new_rows:
+            for group, ids in enumerate(new.block_ids):
+                tokens = self.geometries[group].block_tokens
+                for block_id in ids[-(-new.num_computed_tokens // tokens) :]:
+                    if block_id >= 0:
+                        yield group, block_id
+        for row in plan.rows:
+            for group, ids in enumerate(row.new_block_ids):
+                for block_id in ids:
+                    if block_id >= 0:
+                        yield group, block_id
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for group, geometry in enumerate(self.geometries):
+            pairs = [
+                (geometry.get_offset(copy.source), geometry.get_offset(copy.target))
+                for copy in plan.copies
+                if copy.group == group
+            ]
+            if pairs:
+                copies = torch.tensor(pairs, dtype=torch.int64, device=self.arena.device)
+                copy_blocks(self.arena, copies, geometry.block_bytes)
+
+
+def allocate_arena(num_bytes: int, device: torch.device) -> Tensor:
+    """Return a zeroed uint8 tensor; on a CPU its pages take no memory until they are written.
+
+    Raises:
+        OutOfMemoryError: the address space or the device has no room.
+    """
+    try:
+        if device.type == "cpu":
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except (OSError, ValueError, OverflowError, torch.OutOfMemoryError) as exc:
+        raise OutOfMemoryError(
+            f"the cache of {num_bytes} bytes cannot be allocated on {device} ({exc}); give it less "
+            "memory (VLLM_CPU_KVCACHE_SPACE, --gpu-memory-utilization) or a shorter --max-model-len"
+        ) from exc
+
+
+def _size_group(group: GroupLayout, specs: Iterable[LayerCacheSpec]) -> KVCacheGroup:
+    """Give an agreed group this rank's byte sizes."""
+    owned = {spec.layer: spec for spec in specs if spec.reads_from is None}
+    missing = [layer for layer in group.layers if layer not in owned]
+    if missing:
+        raise ConfigError(
+            f"the layout puts layers {missing} into group {group.name!r}, but on this rank they keep "
+            "no cache of their own; all ranks must serve the same model"
+        )
+    return make_group(group.name, [owned[layer] for layer in group.layers], group.block_tokens)
+
+
+def _bind_layers(
+    arena: Tensor, groups: Sequence[KVCacheGroup], specs: Sequence[LayerCacheSpec]
+) -> tuple[LayerCache | None, ...]:
+    caches: dict[int, LayerCache] = {}
+    for index, group in enumerate(groups):
+        views: dict[int, list[Tensor]] = {}
+        for place in group.places:
+            view = view_cache_field(arena, place.field, place.offset_bytes, group.block_tokens)
+            views.setdefault(place.layer, []).append(view)
+        for layer, tensors in views.items():
+            caches[layer] = LayerCache(group=index, tensors=tuple(tensors))
+    num_layers = 1 + max((spec.layer for spec in specs), default=-1)
+    bound: list[LayerCache | None] = [None] * num_layers
+    for spec in specs:
+        bound[spec.layer] = caches.get(spec.layer if spec.reads_from is None else spec.reads_from)
+    return tuple(bound)

@@ -1,0 +1,197 @@
+"""The persistent rows of the batch, and how a StepPlan becomes a ForwardBatch.
+
+The model runner calls `apply` once a step and `append_tokens` after sampling. Rows keep their token ids, so
+that a decode step needs nothing but counts from the scheduler. No Python work for a single token; for a
+decode row only what its plan row holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm.batch import ForwardBatch, GroupBatch
+from vllm.model_executor.layers.sampling_state import SamplingState
+from vllm.step import NewRow, PlanRow, StepPlan
+from vllm.worker.block_table import BlockTable, GroupGeometry, Int32Array, Int64Array
+
+
+@dataclass(slots=True, eq=False)
+class BatchRow:
+    """One sequence that the worker knows.
+
+    Attributes:
+        index: its place in the persistent arrays.
+        num_tokens: prompt and output tokens known.
+    """
+
+    index: int
+    seq_id: int
+    num_tokens: int
+    num_prompt_tokens: int
+    state: SamplingState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """A step ready to run; all lists are in batch order (decode rows first, else as planned).
+
+    Attributes:
+        batch: the tensors.
+        plan_rows: the plan's rows.
+        rows: the sequences they belong to.
+        sampled: indices (into the lists above) of the rows that need logits.
+        order: plan index of each row, or None where the plan's order was kept.
+    """
+
+    batch: ForwardBatch
+    plan_rows: list[PlanRow]
+    rows: list[BatchRow]
+    sampled: list[int]
+    order: list[int] | None
+
+
+class InputBatch:
+    """All sequences on this worker.
+
+    Args:
+        max_num_seqs: rows to make room for; more are taken when they come.
+        max_model_len: most tokens of a sequence.
+        geometries: the KV cache groups.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        geometries: Sequence[GroupGeometry],
+        device: torch.device,
+    ) -> None:
+        capacity = max(1, max_num_seqs)
+        self._device = device
+        self._max_tokens = max_model_len + 1  # the token sampled at the last position
+        self._token_ids: Int32Array = np.zeros((capacity, self._max_tokens), dtype=np.int32)
+        self._tables = [BlockTable(g, capacity, self._max_tokens) for g in geometries]
+        self._rows: dict[int, BatchRow] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def apply(self, plan: StepPlan) -> StepInput | None:
+        """Let rows leave and enter, then build the step's tensors; None if nothing is to be computed."""
+        for seq_id in plan.dropped:
+            row = self._rows.pop(seq_id, None)
+            if row is not None:
+                self._free.append(row.index)
+        for new in plan.new_rows:
+            self._add(new)
+        if not plan.rows:
+            return None
+        plan_rows = plan.rows
+        order = None
+        if any(row.num_new_tokens != 1 for row in plan_rows):
+            order = sorted(
+                range(len(plan_rows)), key=lambda i: plan_rows[i].num_new_tokens != 1
+            )
+            plan_rows = [plan_rows[i] for i in order]
+        rows = [self._rows[row.seq_id] for row in plan_rows]
+        for plan_row, row in zip(plan_rows, rows, strict=True):
+            for table, block_ids in zip(self._tables, plan_row.new_block_ids, strict=False):
+                if block_ids:
+                    table.append(row.index, block_ids)
+        sampled = [i for i, row in enumerate(plan_rows) if row.num_samples > 0]
+        return StepInput(
+            batch=self._build(plan_rows, rows, sampled, is_decode=order is None),
+            plan_rows=plan_rows,
+            rows=rows,
+            sampled=sampled,
+            order=order,
+        )
+
+    def append_tokens(self, rows: Sequence[BatchRow], tokens: Sequence[int]) -> None:
+        """Append the token sampled for each row; a negative one is an error and is skipped."""
+        for row, token in zip(rows, tokens, strict=True):
+            if token >= 0:
+                self._token_ids[row.index, row.num_tokens] = token
+                row.num_tokens += 1
+                row.state.append(token)
+
+    def get_tokens(self, row: BatchRow, start: int, stop: int) -> Int32Array:
+        """Return tokens [start, stop) of a row, int32; a view."""
+        return self._token_ids[row.index, start:stop]
+
+    def _add(self, new: NewRow) -> None:
+        assert new.seq_id not in self._rows, f"sequence {new.seq_id} is in the batch already"
+        if not self._free:
+            self._grow()
+        index = self._free.pop()
+        num_tokens = len(new.token_ids)
+        self._token_ids[index, :num_tokens] = new.token_ids
+        for table, block_ids in zip(self._tables, new.block_ids, strict=True):
+            table.set_row(index, block_ids)
+        self._rows[new.seq_id] = BatchRow(
+            index=index,
+            seq_id=new.seq_id,
+            num_tokens=num_tokens,
+            num_prompt_tokens=new.num_prompt_tokens,
+            state=SamplingState(new),
+        )
+
+    def _grow(self) -> None:
+        old = len(self._token_ids)
+        self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
+        for table in self._tables:
+            table.grow(2 * old)
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+
+    def _build(
+        self,
+        plan_rows: list[PlanRow],
+        rows: list[BatchRow],
+        sampled: list[int],
+        *,
+        is_decode: bool,
+    ) -> ForwardBatch:
+        indices: Int64Array = np.array([row.index for row in rows], dtype=np.int64)
+        computed: Int64Array = np.array([r.num_computed_tokens for r in plan_rows], dtype=np.int64)
+        new: Int64Array = np.array([r.num_new_tokens for r in plan_rows], dtype=np.int64)
+        seq_lens = computed + new
+        if is_decode:
+            cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
+            token_rows, positions = indices, computed
+        else:
+            cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(new, out=cu_query_lens[1:])
+            token_rows = np.repeat(indices, new)
+            starts = np.repeat(computed - cu_query_lens[:-1], new)
+            positions = np.arange(len(token_rows), dtype=np.int64) + starts
+        logits_rows = cu_query_lens[1:][sampled].astype(np.int64) - 1
+        max_seq_len = int(seq_lens.max())
+        return ForwardBatch(
+            input_ids=self._tensor(self._token_ids[token_rows, positions].astype(np.int64)),
+            positions=self._tensor(positions),
+            cu_query_lens=self._tensor(cu_query_lens),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
+            logits_rows=self._tensor(logits_rows),
+            groups=tuple(
+                GroupBatch(
+                    block_offsets=self._tensor(table.gather(indices, max_seq_len)),
+                    slots=self._tensor(table.get_slots(token_rows, positions)),
+                    block_tokens=table.geometry.block_tokens,
+                )
+                for table in self._tables
+            ),
+            max_query_len=int(new.max()),
+            max_seq_len=max_seq_len,
+            num_decode_rows=int(np.count_nonzero(new == 1)),
+        )
+
+    def _tensor(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)

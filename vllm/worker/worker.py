@@ -1,0 +1,158 @@
+"""One rank: its device, its model, its cache, its steps.
+
+Executors make one in the engine's process or one in each rank's process. The order is load, report,
+initialize_cache, execute. Talks to other ranks only through the TensorParallel it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vllm import envs
+from vllm.attention.backends.abstract import KernelQuery
+from vllm.attention.backends.table import load_backend
+from vllm.attention.layer import Attention
+from vllm.attention.selector import resolve_kernels
+from vllm.cache_spec import CacheLayout, LayerCacheSpec
+from vllm.config import EngineConfig
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import load_model
+from vllm.platforms import get_platform
+from vllm.platforms.cpu import CpuPlatform
+from vllm.step import StepOutput, StepPlan
+from vllm.worker.cache_engine import CacheEngine
+from vllm.worker.memory import GIB, choose_cpu_cache_bytes, count_useful_bytes
+from vllm.worker.model_runner import ModelRunner
+from vllm.worker.report import LayerKernel, RankReport
+from vllm.worker.threads import apply_threads
+
+logger = init_logger(__name__)
+
+_BLOCK_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Worker:
+    """A rank of the engine.
+
+    Args:
+        tp: who the ranks are.
+    """
+
+    def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
+        if config.device_config.device != "cpu":
+            raise ConfigError(
+                f"device {config.device_config.device!r} is not served by this version; allowed: 'cpu'"
+            )
+        self._config = config
+        self._tp = tp
+        self._device = torch.device(config.device_config.device)
+        self._platform = get_platform(config.device_config.device)
+        self._model: nn.Module | None = None
+        self._runner: ModelRunner | None = None
+        self._specs: tuple[LayerCacheSpec, ...] = ()
+        self._kernels: dict[int, LayerKernel] = {}
+        if isinstance(self._platform, CpuPlatform):
+            bind = envs.VLLM_CPU_OMP_THREADS_BIND
+            apply_threads(bind, tp.rank, tp.size, self._platform.list_cpus())
+
+    def load(self) -> RankReport:
+        """Load the model, choose its kernels and say what this rank has and needs.
+
+        Raises:
+            WeightError, ConfigError, OutOfMemoryError, KernelError: the model cannot be served here.
+        """
+        started_s = time.perf_counter()
+        config = self._config
+        model = load_model(config.model_config, config.load_config, self._device, self._tp)
+        self._model = model
+        self._specs = tuple(model.cache_specs())
+        layers: dict[int, Attention] = dict(model.attention_layers())
+        queries = {layer: self._complete(attn.query) for layer, attn in layers.items()}
+        choices = resolve_kernels(queries, {i: attn.layer_impl for i, attn in layers.items()})
+        for layer, choice in choices.items():
+            layers[layer].bind(choice.kernel)
+            self._kernels[layer] = LayerKernel(layer=layer, kernel=choice.kernel, note=choice.note)
+        self._tp.barrier()  # free memory means something only when every rank has loaded
+        weight_bytes = sum(
+            t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()}
+        )
+        return RankReport(
+            rank=self._tp.rank,
+            cache_specs=self._specs,
+            cache_bytes=self._choose_cache_bytes(),
+            kernels=tuple(self._kernels.values()),
+            block_tokens=self._list_block_tokens(queries),
+            weight_bytes=weight_bytes,
+            load_seconds=time.perf_counter() - started_s,
+        )
+
+    def initialize_cache(self, layout: CacheLayout) -> None:
+        """Allocate the arena of `layout` and make ready for steps."""
+        assert self._model is not None, "the model must be loaded before its cache"
+        scheduler = self._config.scheduler_config
+        cache = CacheEngine(self._specs, layout, self._device)
+        self._runner = ModelRunner(
+            self._model,
+            cache,
+            {layer: kernel.kernel for layer, kernel in self._kernels.items()},
+            self._tp,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=scheduler.max_model_len,
+            device=self._device,
+        )
+        logger.debug("rank %d: KV cache of %.2f GiB", self._tp.rank, cache.arena.numel() / GIB)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one step."""
+        assert self._runner is not None, "the cache must be laid out before the first step"
+        return self._runner.execute(plan)
+
+    def close(self) -> None:
+        """Let go of the model, the cache and the other ranks; safe to call twice."""
+        self._runner = None
+        self._model = None
+        self._tp.close()
+
+    def _complete(self, query: KernelQuery) -> KernelQuery:
+        return replace(
+            query,
+            block_tokens=self._config.cache_config.block_size,
+            device=self._device.type,
+            capability=self._platform.get_device_capability(),
+        )
+
+    def _list_block_tokens(self, queries: dict[int, KernelQuery]) -> tuple[int, ...]:
+        """Return the block sizes that the chosen kernel of every layer takes."""
+        pairs = {(self._kernels[layer].kernel, query) for layer, query in queries.items()}
+        sizes = sorted({*_BLOCK_TOKENS, self._config.cache_config.block_size})
+        return tuple(
+            size
+            for size in sizes
+            if all(
+                load_backend(kernel).supports(replace(query, block_tokens=size)) is None
+                for kernel, query in pairs
+            )
+        )
+
+    def _choose_cache_bytes(self) -> int:
+        cache, scheduler = self._config.cache_config, self._config.scheduler_config
+        useful_bytes = sum(
+            count_useful_bytes(
+                spec.token_bytes, cache.block_size, scheduler.max_num_seqs, scheduler.max_model_len
+            )
+            + spec.sequence_bytes * scheduler.max_num_seqs
+            for spec in self._specs
+        )
+        wanted_bytes = cache.cache_bytes or int(envs.VLLM_CPU_KVCACHE_SPACE * GIB)
+        return choose_cpu_cache_bytes(
+            wanted_bytes=wanted_bytes,
+            free_bytes=self._platform.get_memory().free_bytes,
+            useful_bytes=useful_bytes,
+            num_ranks=self._tp.size,
+        )
