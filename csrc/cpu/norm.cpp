@@ -1,7 +1,7 @@
 // Ops: _C::rms_norm, _C::fused_add_rms_norm.
 #include "cpu/kernels/norm.h"
 
-#include "cpu/op.h"
+#include "cpu/op_rows.h"
 
 namespace vllm::cpu {
 
@@ -9,27 +9,23 @@ namespace {
 
 RmsNormArgs norm_args(const char* op, const Tensor& out, const Tensor& x, const Tensor& weight,
                       double epsilon) {
-  check_tensor(op, "input", x, 2);
-  check_tensor(op, "out", out, 2);
-  check_tensor(op, "weight", weight, 1);
   check_float_dtype(op, "input", x);
-  check_dtype(op, "out", out, x.scalar_type());
+  check_like(op, "out", out, x);
+  RmsNormArgs args{.out = out.data_ptr(),
+                   .x = x.data_ptr(),
+                   .residual = nullptr,
+                   .weight = weight.data_ptr(),
+                   .element = element_of(x),
+                   .weight_element = element_of(weight),
+                   .out_rows = rows_of(op, "out", out),
+                   .x_rows = rows_of(op, "input", x),
+                   .residual_rows = {},
+                   .n = x.size(x.dim() - 1),
+                   .epsilon = static_cast<float>(epsilon)};
+  check_tensor(op, "weight", weight, 1);
   if (weight.scalar_type() != ScalarType::Float) check_dtype(op, "weight", weight, x.scalar_type());
-  check_size(op, "out", out, 0, x.size(0));
-  check_size(op, "out", out, 1, x.size(1));
-  check_size(op, "weight", weight, 0, x.size(1));
-  return RmsNormArgs{.out = out.data_ptr(),
-                     .x = x.data_ptr(),
-                     .residual = nullptr,
-                     .weight = weight.data_ptr(),
-                     .element = element_of(x),
-                     .weight_element = element_of(weight),
-                     .rows = x.size(0),
-                     .n = x.size(1),
-                     .out_stride = out.stride(0),
-                     .x_stride = x.stride(0),
-                     .residual_stride = 0,
-                     .epsilon = static_cast<float>(epsilon)};
+  check_size(op, "weight", weight, 0, args.n);
+  return args;
 }
 
 void rms_norm_op(const Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
@@ -39,13 +35,11 @@ void rms_norm_op(const Tensor& out, const Tensor& input, const Tensor& weight, d
 
 void fused_add_rms_norm_op(const Tensor& input, const Tensor& residual, const Tensor& weight,
                            double epsilon) {
-  RmsNormArgs args = norm_args("fused_add_rms_norm", input, input, weight, epsilon);
-  check_tensor("fused_add_rms_norm", "residual", residual, 2);
-  check_dtype("fused_add_rms_norm", "residual", residual, input.scalar_type());
-  check_size("fused_add_rms_norm", "residual", residual, 0, args.rows);
-  check_size("fused_add_rms_norm", "residual", residual, 1, args.n);
+  const char* op = "fused_add_rms_norm";
+  RmsNormArgs args = norm_args(op, input, input, weight, epsilon);
+  check_like(op, "residual", residual, input);
   args.residual = residual.data_ptr();
-  args.residual_stride = residual.stride(0);
+  args.residual_rows = rows_of(op, "residual", residual);
   VLLM_CALL_KERNEL(rms_norm, args);
 }
 

@@ -1,38 +1,14 @@
-"""Door of the rotary embedding: check the arguments, then run the compiled kernel.
+"""Door of the rotary embedding.
 
 Called by `model_executor/layers/rotary_embedding.py`, which builds the table of angles. Naive twin:
-`_custom_ops/naive/rope.py`. Nothing here computes.
+`_custom_ops/naive/rope.py`. The compiled op checks its arguments; nothing here computes.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from vllm._custom_ops.checks import (
-    FLOATS,
-    check_contiguous,
-    check_rank,
-    check_rows,
-    check_tensor,
-    describe,
-)
-from vllm._custom_ops.library import ops
-from vllm.errors import ShapeError
-
-
-def _check_heads(name: str, tensor: Tensor, num_tokens: int, head_size: int) -> None:
-    check_rank("rotary_embedding", name, tensor, 2, 3)
-    check_tensor(
-        "rotary_embedding", name, tensor, FLOATS, (num_tokens, *[None] * (tensor.dim() - 1))
-    )
-    check_rows("rotary_embedding", name, tensor)
-    width = tensor.shape[-1]
-    if width != head_size and (tensor.dim() == 3 or width % head_size):
-        raise ShapeError(
-            f"rotary_embedding: {name} must be [T, heads * {head_size}] or [T, heads, {head_size}], "
-            f"got {describe(tensor)}"
-        )
+from vllm._custom_ops.library import C
 
 
 def rotary_embedding(
@@ -56,19 +32,6 @@ def rotary_embedding(
         is_neox: pairs are (i, i + rot_dim/2), else (2i, 2i + 1).
 
     Raises:
-        ShapeError: an argument has the wrong shape, stride or dtype.
-        RuntimeError: a position lies outside the table (found by the kernel before it writes).
+        ShapeError: an argument has the wrong shape, stride or dtype, or a position lies outside.
     """
-    op = "rotary_embedding"
-    check_tensor(op, "positions", positions, (torch.int64,), (None,))
-    check_contiguous(op, "positions", positions)
-    _check_heads("query", query, positions.shape[0], head_size)
-    _check_heads("key", key, positions.shape[0], head_size)
-    if key.dtype != query.dtype:
-        raise ShapeError(f"{op}: key is {key.dtype} but query is {query.dtype}")
-    check_tensor(op, "cos_sin_cache", cos_sin_cache, (torch.float32,), (None, None))
-    check_contiguous(op, "cos_sin_cache", cos_sin_cache)
-    rot_dim = cos_sin_cache.shape[-1]
-    if rot_dim % 2 or not 0 < rot_dim <= head_size:
-        raise ShapeError(f"{op}: rot_dim must be even and 2 to {head_size}, got {rot_dim}")
-    ops().rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+    C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)

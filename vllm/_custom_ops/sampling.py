@@ -1,4 +1,4 @@
-"""Doors of the sampling ops: check the arguments, then run the compiled kernel.
+"""Doors of the sampling ops; the compiled op checks its arguments, nothing here computes.
 
 Called by `model_executor/layers/sampler.py`, in the order penalties, mask, sample, logprobs. Naive
 twins: `_custom_ops/naive/sampling.py`. Every op reads NaN as -inf and +inf as the largest float32,
@@ -7,40 +7,9 @@ and what it does to a row depends on that row alone, bit for bit, on any number 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from vllm._custom_ops.checks import check_contiguous, check_rows, check_tensor
-from vllm._custom_ops.library import ops
-from vllm.errors import ShapeError
-
-_F32 = (torch.float32,)
-_I32 = (torch.int32,)
-_I64 = (torch.int64,)
-
-
-def _check_logits(op: str, logits: Tensor) -> int:
-    check_tensor(op, "logits", logits, _F32, (None, None))
-    check_rows(op, "logits", logits)
-    if logits.shape[1] == 0:
-        raise ShapeError(f"{op}: logits must have at least one column, got {tuple(logits.shape)}")
-    return logits.shape[0]
-
-
-def _check_vector(
-    op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], size: int
-) -> None:
-    check_tensor(op, name, tensor, dtypes, (size,))
-    check_contiguous(op, name, tensor)
-
-
-def _check_filters(
-    op: str, size: int, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
-) -> None:
-    _check_vector(op, "temperature", temperature, _F32, size)
-    _check_vector(op, "top_p", top_p, _F32, size)
-    _check_vector(op, "top_k", top_k, _I32, size)
-    _check_vector(op, "min_p", min_p, _F32, size)
+from vllm._custom_ops.library import C
 
 
 def argmax(out_ids: Tensor, logits: Tensor) -> None:
@@ -53,9 +22,7 @@ def argmax(out_ids: Tensor, logits: Tensor) -> None:
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
-    size = _check_logits("argmax", logits)
-    _check_vector("argmax", "out_ids", out_ids, _I64, size)
-    ops().argmax(out_ids, logits)
+    C.argmax(out_ids, logits)
 
 
 def sample(
@@ -70,8 +37,8 @@ def sample(
 ) -> None:
     """Draw one token a row: temperature, top-k, top-p over what is left, min-p, softmax, draw.
 
-    The draw is the inverse CDF over the kept tokens in order of their ids, at the one uniform number
-    that belongs to (seed, offset). No row is sorted as a whole.
+    The draw is the inverse CDF over the kept tokens in order of their ids, at the one uniform
+    number that belongs to (seed, offset). No row is sorted as a whole.
 
     Args:
         out_ids: int64 [S].
@@ -86,12 +53,7 @@ def sample(
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
-    size = _check_logits("sample", logits)
-    _check_vector("sample", "out_ids", out_ids, _I64, size)
-    _check_filters("sample", size, temperature, top_p, top_k, min_p)
-    _check_vector("sample", "seeds", seeds, _I64, size)
-    _check_vector("sample", "offsets", offsets, _I64, size)
-    ops().sample(out_ids, logits, temperature, top_p, top_k, min_p, seeds, offsets)
+    C.sample(out_ids, logits, temperature, top_p, top_k, min_p, seeds, offsets)
 
 
 def filter_logits(
@@ -99,19 +61,20 @@ def filter_logits(
 ) -> None:
     """Divide by the temperature and set what `sample` would never draw to -inf, in place.
 
-    For rows whose logprobs are asked for: log-softmax of the result is what `sample` drew from. A row
-    whose temperature is below 1e-5 is left as it is.
+    For rows whose logprobs are asked for: log-softmax of the result is what `sample` drew from. A
+    row whose temperature is below 1e-5 is left as it is.
 
     Args:
         logits: float32 [S, V], rows at any stride.
-        temperature: as in `sample`, like the other filters.
+        temperature: as in `sample`.
+        top_p: as in `sample`.
+        top_k: as in `sample`.
+        min_p: as in `sample`.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
-    size = _check_logits("filter_logits", logits)
-    _check_filters("filter_logits", size, temperature, top_p, top_k, min_p)
-    ops().filter_logits(logits, temperature, top_p, top_k, min_p)
+    C.filter_logits(logits, temperature, top_p, top_k, min_p)
 
 
 def apply_penalties(
@@ -127,7 +90,8 @@ def apply_penalties(
 
     Args:
         logits: float32 [S, V], rows at any stride.
-        cu_tokens: int64 [S + 1]; row s owns entries cu_tokens[s] to cu_tokens[s + 1] of the next two.
+        cu_tokens: int64 [S + 1]; row s owns entries cu_tokens[s] to cu_tokens[s + 1] of the next
+            two arguments.
         token_ids: int64 [N], the distinct tokens of a row's prompt and output, in any order.
         output_counts: int32 [N], how often each occurs in the output (0: in the prompt only).
         repetition: float32 [S]; positive logits are divided by it, others multiplied; 1 = off.
@@ -136,20 +100,8 @@ def apply_penalties(
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
-        RuntimeError: a token id or an entry of cu_tokens lies outside (nothing is changed then).
     """
-    op = "apply_penalties"
-    size = _check_logits(op, logits)
-    _check_vector(op, "cu_tokens", cu_tokens, _I64, size + 1)
-    check_tensor(op, "token_ids", token_ids, _I64, (None,))
-    check_contiguous(op, "token_ids", token_ids)
-    _check_vector(op, "output_counts", output_counts, _I32, token_ids.shape[0])
-    _check_vector(op, "repetition", repetition, _F32, size)
-    _check_vector(op, "frequency", frequency, _F32, size)
-    _check_vector(op, "presence", presence, _F32, size)
-    ops().apply_penalties(
-        logits, cu_tokens, token_ids, output_counts, repetition, frequency, presence
-    )
+    C.apply_penalties(logits, cu_tokens, token_ids, output_counts, repetition, frequency, presence)
 
 
 def apply_token_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
@@ -163,15 +115,8 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
-        RuntimeError: a row lies outside (nothing is changed then).
     """
-    op = "apply_token_bitmask"
-    _check_logits(op, logits)
-    check_tensor(op, "rows", rows, _I64, (None,))
-    check_contiguous(op, "rows", rows)
-    check_tensor(op, "bitmask", bitmask, _I32, (rows.shape[0], None))
-    check_contiguous(op, "bitmask", bitmask)
-    ops().apply_token_bitmask(logits, rows, bitmask)
+    C.apply_token_bitmask(logits, rows, bitmask)
 
 
 def topk_logprobs(
@@ -188,17 +133,5 @@ def topk_logprobs(
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
-        RuntimeError: a chosen id lies outside (nothing is written then).
     """
-    op = "topk_logprobs"
-    size = _check_logits(op, logits)
-    check_tensor(op, "out_ids", out_ids, _I64, (size, None))
-    check_contiguous(op, "out_ids", out_ids)
-    width = out_ids.shape[1]
-    if not 1 <= width <= logits.shape[1] + 1:
-        raise ShapeError(f"{op}: k must lie in 0..{logits.shape[1]}, got {width - 1}")
-    check_tensor(op, "out_logprobs", out_logprobs, _F32, (size, width))
-    check_contiguous(op, "out_logprobs", out_logprobs)
-    _check_vector(op, "out_ranks", out_ranks, _I64, size)
-    _check_vector(op, "chosen_ids", chosen_ids, _I64, size)
-    ops().topk_logprobs(out_logprobs, out_ids, out_ranks, logits, chosen_ids)
+    C.topk_logprobs(out_logprobs, out_ids, out_ranks, logits, chosen_ids)

@@ -10,12 +10,13 @@ namespace {
 
 template <typename T, typename W>
 void norm_rows(const RmsNormArgs& args) {
-  parallel_for(args.rows, args.rows * args.n, [&](int64_t begin, int64_t end) {
+  const int64_t count = args.x_rows.count();
+  parallel_for(count, count * args.n, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      T* out = static_cast<T*>(args.out) + row * args.out_stride;
-      const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+      T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
+      const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
       if (args.residual != nullptr) {
-        T* residual = static_cast<T*>(args.residual) + row * args.residual_stride;
+        T* residual = static_cast<T*>(args.residual) + args.residual_rows.offset(row);
         add_row(residual, x, args.n);
         x = residual;
       }

@@ -4,19 +4,20 @@
 #include <cstdint>
 
 #include "core/dispatch.h"
+#include "cpu/rows.h"
 #include "cpu/types.h"
 
 namespace vllm::cpu {
 
 struct RmsNormArgs {
-  void* out;       // [rows, n]
-  const void* x;   // [rows, n]
-  void* residual;  // [rows, n] or null: then x is added to it first and the sum is normalised
+  void* out;
+  const void* x;
+  void* residual;  // or null: else x is added to it first and the sum is normalised
   const void* weight;
   Element element;         // of out, x and residual
   Element weight_element;  // float or `element`
-  int64_t rows, n;
-  int64_t out_stride, x_stride, residual_stride;  // in elements
+  Rows out_rows, x_rows, residual_rows;
+  int64_t n;  // elements of a row
   float epsilon;
 };
 

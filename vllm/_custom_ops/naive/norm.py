@@ -12,8 +12,8 @@ from torch import Tensor
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
     """Normalise by the root mean square in float32, then scale.
 
-    A weight of the input's dtype multiplies the rounded value; a float32 weight over a narrower input
-    multiplies before the only rounding.
+    A weight of the input's dtype multiplies the rounded value; a float32 weight over a narrower
+    input multiplies before the only rounding.
     """
     x = input.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)

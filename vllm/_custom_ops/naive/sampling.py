@@ -33,7 +33,7 @@ def draw_uniform(seed: int, offset: int) -> float:
 
 
 def clean_logits(logits: Tensor) -> Tensor:
-    """Return logits with NaN as -inf and +inf as the largest float32, which is what every op reads."""
+    """Return logits with NaN as -inf and +inf as the largest float32, as every op reads them."""
     return torch.nan_to_num(
         logits, nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf")
     )
@@ -44,6 +44,9 @@ def keep_tokens(scaled_V: Tensor, top_p: float, top_k: int, min_p: float) -> Ten
 
     Args:
         scaled_V: cleaned logits already divided by the temperature.
+        top_p: mass to reach, relative to what top-k leaves.
+        top_k: number of tokens; 0 or less = off.
+        min_p: least mass, relative to the most likely token's.
 
     Returns:
         bool [V]. The most likely token always survives; ties go to the lower id.
