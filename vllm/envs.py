@@ -62,3 +62,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(_VARIABLES)
+
+
+def make_child_environment(**defaults: str) -> dict[str, str]:
+    """Return this process's environment for a child process; `defaults` fill what is not set."""
+    return {**defaults, **os.environ}

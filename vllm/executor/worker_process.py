@@ -1,0 +1,80 @@
+"""The process of one rank: makes a worker, then answers frames until told to stop.
+
+Started by the multi-process executor with one end of a socket as its only tie. It ends when that socket
+closes, so that no rank outlives its engine, however the engine ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import signal
+import threading
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from vllm.config import EngineConfig
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.errors import VllmError
+from vllm.executor import wire
+from vllm.worker.worker import Worker
+
+
+def run_rank(socket_fd: int) -> None:
+    """Serve one rank over the socket; returns when told to quit, exits with 1 after an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
+    connection = Connection(socket_fd)
+    threading.Thread(target=_die_with_engine, args=(socket_fd,), daemon=True).start()
+    kind, body = wire.split(connection.recv_bytes())
+    assert kind == wire.CONFIG, f"the first frame must be the config, got {kind!r}"
+    config, rank, init_method = pickle.loads(body)
+    try:
+        _serve(connection, config, rank, init_method)
+    except (EOFError, ConnectionError):
+        os._exit(1)  # the engine is gone
+    except Exception as exc:
+        fault = wire.RankFault(
+            error=exc if isinstance(exc, VllmError) else None,
+            summary=f"{type(exc).__name__}: {exc}",
+            traceback=traceback.format_exc(),
+        )
+        connection.send_bytes(wire.pack(wire.ERROR, fault))
+        os._exit(1)  # without waiting for peers that will never answer
+
+
+def _serve(connection: Connection, config: EngineConfig, rank: int, init_method: str) -> None:
+    if rank != 0:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # rank 0 says it once
+        config = replace(config, load_config=replace(config.load_config, use_tqdm=False))
+    parallel = config.parallel_config
+    tp = TensorParallel.connect(
+        rank, parallel.tensor_parallel_size, init_method, config.device_config.device
+    )
+    worker = Worker(config, tp)
+    connection.send_bytes(wire.pack(wire.REPORT, worker.load()))
+    decode_plan = wire.make_plan_decoder(rank)
+    while True:
+        kind, body = wire.split(connection.recv_bytes())
+        if kind == wire.PLAN:
+            output = worker.execute(decode_plan(body))
+            if rank == 0:
+                connection.send_bytes(wire.encode_output(output))
+        elif kind == wire.LAYOUT:
+            worker.initialize_cache(pickle.loads(body))
+            connection.send_bytes(wire.READY)
+        elif kind == wire.QUIT:
+            worker.close()
+            return
+        else:
+            raise AssertionError(f"unknown frame {kind!r}")
+
+
+def _die_with_engine(socket_fd: int) -> None:
+    """End this process when the engine's end of the socket closes, whatever it is doing."""
+    poller = select.poll()
+    poller.register(socket_fd, select.POLLRDHUP)
+    poller.poll()
+    os._exit(1)
