@@ -6,7 +6,7 @@ process; the HTTP server, the benchmarks and the tests use nothing else. No torc
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class EngineClient(Protocol):
         request_id: str,
         *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields as `sampling_params.output_kind` asks.
 
         Raises:
@@ -63,7 +63,7 @@ class EngineClient(Protocol):
 
     def beam_search(
         self, prompt: PromptType, request_id: str, params: BeamSearchParams
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run a beam search; yields one finished output, best beam first."""
         ...
 

@@ -1,8 +1,8 @@
 """From chat messages to the text of a prompt.
 
 Loads templates, checks and normalises OpenAI message objects, and renders them through the
-tokenizer's own `apply_chat_template`. Called by the HTTP layer and by `LLM.chat`; it never tokenises
-and never imports torch.
+tokenizer's own `apply_chat_template`. Called by the HTTP layer and by `LLM.chat`; it never
+tokenises and never imports torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def load_chat_template(given: str | os.PathLike[str] | None) -> str | None:
     except OSError as cause:
         if not any(mark in text for mark in "{}\n"):
             raise ConfigError(
-                f"chat template {text!r}: no such file ({cause.strerror}), and it does not look like "
-                "a Jinja template (no '{', '}' or line break)"
+                f"chat template {text!r}: no such file ({cause.strerror}), and it does not look "
+                "like a Jinja template (no '{', '}' or line break)"
             ) from cause
     return codecs.decode(text, "unicode_escape") if text.isascii() and "\\" in text else text
 
@@ -50,8 +50,9 @@ def load_chat_template(given: str | os.PathLike[str] | None) -> str | None:
 def parse_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """Check message objects and turn them into what templates expect.
 
-    Content becomes one string (null is empty, text parts are joined by line breaks); the arguments of
-    earlier tool calls become objects; null fields are dropped; all other fields are kept.
+    Content becomes one string (null is empty, text parts are joined by line breaks); the
+    arguments of earlier tool calls become objects; null fields are dropped; all other fields are
+    kept.
 
     Raises:
         RequestError: a message is malformed or has content that a text model cannot take.
@@ -72,12 +73,10 @@ def render_chat_template(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render parsed messages into the text of a prompt.
+    """Render messages, as `parse_chat_messages` returns them, into the text of a prompt.
 
-    Args:
-        messages: as returned by `parse_chat_messages`.
-        chat_template: template text; None takes the tokenizer's own.
-        template_kwargs: further variables of the template.
+    Without `chat_template` the tokenizer's own template is taken; `template_kwargs` are further
+    variables of the template.
 
     Raises:
         RequestError: no template, or whatever the template raises, with its text.
@@ -89,7 +88,7 @@ def render_chat_template(
             "chat_template",
         )
     try:
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+        rendered: str = tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
             documents=list(documents) if documents else None,
@@ -101,6 +100,7 @@ def render_chat_template(
         )
     except Exception as cause:  # a template is foreign code and may raise anything
         raise RequestError(f"chat template: {cause}", "messages") from cause
+    return rendered
 
 
 def _parse_message(index: int, message: Mapping[str, Any]) -> ChatMessage:
@@ -160,5 +160,7 @@ def _parse_tool_call(where: str, call: object) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except ValueError as cause:
-            raise RequestError(f"{where}.function.arguments: not valid JSON: {cause}", where) from cause
+            raise RequestError(
+                f"{where}.function.arguments: not valid JSON: {cause}", where
+            ) from cause
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

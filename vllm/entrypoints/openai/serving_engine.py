@@ -1,0 +1,190 @@
+"""What the endpoints share: the engine, the model's facts, and the way from a body to a prompt.
+
+Holds no state of a request. The serving classes for completions, chat and tokens are built on one
+`ServingEngine`; `launcher.py` makes it once the engine runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vllm.config import ModelConfig
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.logger import RequestLogger
+from vllm.entrypoints.openai.errors import ApiError, model_not_found, raise_if_dead
+from vllm.entrypoints.openai.logprobs import LogprobRenderer
+from vllm.entrypoints.openai.response import PromptTokensDetails, UsageInfo
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LONG_TEXT = 20_000
+"""Characters from which a text is tokenised off the event loop, so that streams go on meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt, ready for the engine.
+
+    Attributes:
+        text: what it says, for the log and for echo; None where it was given as ids.
+        num_added_tokens: leading ids that the tokenizer added and the text does not hold (BOS).
+    """
+
+    token_ids: list[int]
+    text: str | None = None
+    num_added_tokens: int = 0
+    cache_salt: str | None = None
+
+    def with_salt(self, cache_salt: str) -> Prompt:
+        """Return this prompt with a salt: cached blocks are shared among equal salts only."""
+        return replace(self, cache_salt=cache_salt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingEngine:
+    """The engine behind the endpoints.
+
+    Attributes:
+        tokenizer: None with --skip-tokenizer-init; then prompts are ids and there is no text.
+        request_logger: None with --disable-log-requests.
+    """
+
+    engine: EngineClient
+    model_config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    logprobs: LogprobRenderer
+    request_logger: RequestLogger | None
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses carry."""
+        return self.model_config.served_model_names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.model_config.max_model_len
+
+    def check_request(self, model: str) -> None:
+        """Raise if the model is not served here or the engine has ended."""
+        served = self.model_config.served_model_names
+        if model not in served:
+            raise model_not_found(model, served)
+        raise_if_dead(self.engine)
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer.
+
+        Raises:
+            ApiError: the server runs without one.
+        """
+        if self.tokenizer is None:
+            raise ApiError(
+                "the server was started with --skip-tokenizer-init: send the prompt as token ids"
+            )
+        return self.tokenizer
+
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool, truncate: int | None = None
+    ) -> Prompt:
+        """Tokenise a text, keeping its last `truncate` tokens."""
+        tokenizer = self.require_tokenizer()
+        if len(text) < _LONG_TEXT:
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = await asyncio.to_thread(
+                tokenizer.encode, text, add_special_tokens=add_special_tokens
+            )
+        if truncate is not None and truncate < len(ids):
+            ids = ids[-truncate:]
+            return Prompt(token_ids=ids, text=tokenizer.decode(ids))
+        bos = tokenizer.bos_token_id
+        is_added = add_special_tokens and bool(ids) and ids[0] == bos
+        return Prompt(token_ids=ids, text=text, num_added_tokens=int(is_added))
+
+    def take_token_ids(self, ids: Sequence[int], *, truncate: int | None = None) -> Prompt:
+        """Return a prompt given as ids, keeping the last `truncate` of them."""
+        return Prompt(token_ids=list(ids if truncate is None else ids[-truncate:]))
+
+    def decode_prompt(self, prompt: Prompt) -> str:
+        """Return the prompt's text, special tokens included."""
+        if prompt.text is not None:
+            return prompt.text
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(prompt.token_ids))
+
+    def limit_tokens(self, prompt: Prompt, max_tokens: int | None, *, param: str) -> int:
+        """Return the most tokens that may be generated; None takes all that the model has room for.
+
+        Raises:
+            ApiError: prompt and answer together do not fit the model.
+        """
+        length, limit = len(prompt.token_ids), self.max_model_len
+        room = limit - length
+        if max_tokens is None and room > 0:
+            return room
+        if max_tokens is not None and max_tokens <= room:
+            return max_tokens
+        asked = "" if max_tokens is None else f" and {max_tokens} for the completion"
+        raise ApiError(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{length + (max_tokens or 0)} tokens ({length} in the prompt{asked}). Please reduce "
+            "the length of the prompt or of the completion.",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Log one request and start it; closing the iterator aborts it."""
+        if self.request_logger is not None:
+            self.request_logger.log_inputs(request_id, prompt.text, prompt.token_ids, params)
+        inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
+        if prompt.text is not None:
+            inputs["prompt"] = prompt.text
+        if prompt.cache_salt is not None:
+            inputs["cache_salt"] = prompt.cache_salt
+        if isinstance(params, BeamSearchParams):
+            return self.engine.beam_search(inputs, request_id, params)
+        return self.engine.generate(inputs, params, request_id, priority=priority)
+
+
+class UsageCounter:
+    """Counts the tokens of a request: each prompt once, the completions of all choices."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+
+    def add_prompt(self, num_tokens: int) -> None:
+        """Count a prompt."""
+        self.prompt_tokens += num_tokens
+
+    def add_cached(self, num_tokens: int | None) -> None:
+        """Count prompt tokens that were found in the prefix cache; None where it is not known."""
+        if num_tokens is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + num_tokens
+
+    def total(self) -> UsageInfo:
+        """Return the counts so far."""
+        usage = UsageInfo(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+        )
+        if self.cached_tokens is not None:
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self.cached_tokens)
+        return usage
