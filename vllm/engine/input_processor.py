@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,9 +173,11 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if not ids:
+            return
         vocab_size = self._model_config.vocab_size
-        for token_id in ids:
+        for token_id in (min(ids), max(ids)):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"{name} holds {token_id}, but token ids go from 0 to {vocab_size - 1}", param=name

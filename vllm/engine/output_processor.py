@@ -1,0 +1,141 @@
+"""From the engine side's token ids to the outputs that users see.
+
+Keeps every open request of the caller's side, gives each its share of a step's results, and says which
+answers the engine side must stop because a stop string was found. One call a step, for all requests
+together. Never waits, never talks to the engine side itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm.engine.input_processor import ProcessedRequest
+from vllm.engine.messages import AbortRequests, EndBranches, EngineOutputs, RequestFailure
+from vllm.engine.open_request import OpenRequest
+from vllm.engine.stats import IterationStats
+from vllm.errors import RequestError, VllmError
+from vllm.outputs import RequestOutput
+from vllm.transformers_utils.detokenizer import TokenBytes
+from vllm.types import FinishReason
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessedOutputs:
+    """What one step means for the callers.
+
+    Attributes:
+        outputs: what is due, in the order of the results.
+        failures: requests that ended by an error of their own.
+        messages: for the engine side.
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    failures: list[tuple[str, VllmError]] = field(default_factory=list)
+    messages: list[AbortRequests | EndBranches] = field(default_factory=list)
+    stats: IterationStats = field(default_factory=IterationStats)
+
+
+class OutputProcessor:
+    """The open requests of one engine, by id."""
+
+    def __init__(self, table: TokenBytes | None) -> None:
+        """Take the bytes of the tokenizer's ids; None makes no text."""
+        self._table = table
+        self._requests: dict[str, OpenRequest] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the open requests, oldest first."""
+        return list(self._requests)
+
+    def add(self, processed: ProcessedRequest) -> OpenRequest:
+        """Open a request; KeyError if its id is open already."""
+        request_id = processed.request.request_id
+        if request_id in self._requests:
+            raise KeyError(f"request {request_id!r} is running already; give each request its own id")
+        request = OpenRequest(processed, self._table)
+        self._requests[request_id] = request
+        return request
+
+    def process(self, outputs: EngineOutputs) -> ProcessedOutputs:
+        """Take the results of one step."""
+        done = ProcessedOutputs()
+        touched: dict[str, list[int]] = {}
+        ended: list[tuple[str, int]] = []
+        for result in outputs.results:
+            request = self._requests.get(result.request_id)
+            if request is None:
+                continue  # aborted, or ended by a stop string, while the step ran
+            if result.finish_reason is FinishReason.ERROR:
+                message = result.error or "the request failed in the engine"
+                self._fail(RequestFailure(request_id=result.request_id, message=message), done)
+                continue
+            if request.apply(result, outputs.time_s, done.stats):
+                ended.append((result.request_id, result.branch))
+            if result.token_ids or result.finish_reason is not None:
+                touched.setdefault(result.request_id, []).append(result.branch)
+        for failure in outputs.failures:
+            self._fail(failure, done)
+        self._collect(touched, ended, done)
+        return done
+
+    def _fail(self, failure: RequestFailure, done: ProcessedOutputs) -> None:
+        request = self._requests.pop(failure.request_id, None)
+        if request is None:
+            return
+        request.end(FinishReason.ERROR)
+        done.stats.finished.append(request.describe_end())
+        error: VllmError = VllmError(failure.message)
+        if failure.is_request_fault:
+            error = RequestError(failure.message, param=failure.param)
+        done.failures.append((failure.request_id, error))
+        done.messages.append(AbortRequests(request_ids=[failure.request_id]))
+
+    def _collect(
+        self,
+        touched: dict[str, list[int]],
+        ended: list[tuple[str, int]],
+        done: ProcessedOutputs,
+    ) -> None:
+        finished: set[str] = set()
+        for request_id, branches in touched.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue  # failed in this very step
+            if request.is_finished:
+                finished.add(request_id)
+                del self._requests[request_id]
+                done.stats.finished.append(request.describe_end())
+            output = request.make_output(branches)
+            if output is not None:
+                done.outputs.append(output)
+        if not ended:
+            return
+        whole = list(dict.fromkeys(rid for rid, _ in ended if rid in finished))
+        single = [(rid, branch) for rid, branch in ended if rid not in finished]
+        if whole:
+            done.messages.append(AbortRequests(request_ids=whole))
+        if single:
+            done.messages.append(EndBranches(branches=single))
+
+    def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
+        """Close requests; their last output has finish reason "abort". Unknown ids are ignored."""
+        done = ProcessedOutputs()
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is None:
+                continue
+            running = [a.index for a in request.answers if a.finish_reason is None]
+            request.end(FinishReason.ABORT)
+            done.stats.finished.append(request.describe_end())
+            output = request.make_output(running)
+            if output is not None:
+                done.outputs.append(output)
+        return done
