@@ -1,0 +1,163 @@
+"""A mixture of experts: routing and the chosen experts' MLPs.
+
+Built by `models/blocks.py`; the arithmetic is `_custom_ops/moe.py`. Each rank holds its share of every
+expert's inner size, so that all ranks route alike and their results add up.
+
+Shapes: T tokens, E hidden size, I inner size of this rank, N experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops import moe as moe_ops
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+
+
+class FusedMoE(nn.Module):
+    """N gated MLPs of which each token takes the k most likely ones.
+
+    Args:
+        intermediate_size: inner size of one expert over all ranks.
+        activation: "silu", "gelu" or "gelu_tanh".
+        renormalize: whether the k probabilities are scaled to sum to 1.
+
+    Attributes:
+        w13: [N, 2 I, E], gate rows then up rows of each expert; None once packed.
+        w2: [N, E, I]; None once packed.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ("weight",)
+    w13_packed: Tensor | None
+    w2_packed: Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_chosen: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        renormalize: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.num_chosen = num_chosen
+        self.hidden_size = hidden_size
+        self.total_size = intermediate_size
+        self.inner_size = tp.split(intermediate_size, "intermediate size of the experts")
+        self.activation = activation
+        self.renormalize = renormalize
+        self._tp = tp
+        self.w13: nn.Parameter | None = _make_weight(
+            num_experts, 2 * self.inner_size, hidden_size, dtype
+        )
+        self.w2: nn.Parameter | None = _make_weight(
+            num_experts, hidden_size, self.inner_size, dtype
+        )
+        self.register_buffer("w13_packed", None, persistent=False)
+        self.register_buffer("w2_packed", None, persistent=False)
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; shards are ("gate" | "up" | "down", expert)."""
+        assert isinstance(shard, tuple) and self.w13 is not None and self.w2 is not None
+        part, expert = shard
+        start = self._tp.rank * self.inner_size
+        if part == "down":
+            return WeightPlace(
+                shape=(self.hidden_size, self.total_size),
+                target=self.w2.data[expert],
+                axis=1,
+                start=start,
+            )
+        row = 0 if part == "gate" else self.inner_size
+        return WeightPlace(
+            shape=(self.total_size, self.hidden_size),
+            target=self.w13.data[expert, row : row + self.inner_size],
+            axis=0,
+            start=start,
+        )
+
+    def pack(self) -> None:
+        """Bring the experts into the CPU kernel's layout and free the originals; no-op elsewhere."""
+        if self.w13 is None or self.w2 is None or self.w13.device.type != "cpu":
+            return
+        self.w13_packed = _pack_experts(self.w13.data)
+        self.w13 = None
+        self.w2_packed = _pack_experts(self.w2.data)
+        self.w2 = None
+
+    def forward(self, x_TE: Tensor, router_TN: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            x_TE: hidden states.
+            router_TN: router logits, whole on every rank.
+
+        Returns:
+            [T, E], this rank's part of the sum; the caller adds the ranks up.
+        """
+        num_tokens = x_TE.shape[0]
+        weights_TK = x_TE.new_empty(num_tokens, self.num_chosen, dtype=torch.float32)
+        ids_TK = torch.empty(
+            num_tokens, self.num_chosen, dtype=torch.int32, device=x_TE.device
+        )
+        moe_ops.topk_softmax(weights_TK, ids_TK, router_TN, self.renormalize)
+        if self.w13_packed is None or self.w2_packed is None:
+            return self._run_unpacked(x_TE, weights_TK, ids_TK)
+        out_TE = torch.empty_like(x_TE)
+        moe_ops.fused_experts(
+            out_TE,
+            x_TE,
+            self.w13_packed,
+            self.w2_packed,
+            weights_TK,
+            ids_TK,
+            self.inner_size,
+            self.activation,
+        )
+        return out_TE
+
+    def _run_unpacked(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        assert self.w13 is not None and self.w2 is not None
+        act = _PLAIN_ACTIVATIONS[self.activation]
+        total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+        for expert in range(self.num_experts):
+            tokens, places = torch.where(ids_TK == expert)
+            gate, up = F.linear(x_TE[tokens], self.w13[expert]).chunk(2, dim=-1)
+            part = F.linear(act(gate) * up, self.w2[expert])
+            total_TE.index_add_(0, tokens, part.float() * weights_TK[tokens, places, None])
+        return total_TE.to(x_TE.dtype)
+
+
+_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def _make_weight(
+    num_experts: int, rows: int, columns: int, dtype: torch.dtype
+) -> nn.Parameter:
+    return nn.Parameter(torch.empty(num_experts, rows, columns, dtype=dtype), requires_grad=False)
+
+
+def _pack_experts(weight_NRC: Tensor) -> Tensor:
+    """Pack each expert's matrix and stack them."""
+    first = linear_ops.pack_linear_weight(weight_NRC[0])
+    packed = first.new_empty(weight_NRC.shape[0], *first.shape)
+    packed[0] = first
+    for expert in range(1, weight_NRC.shape[0]):
+        packed[expert] = linear_ops.pack_linear_weight(weight_NRC[expert])
+    return packed

@@ -1,0 +1,57 @@
+"""RMS norms.
+
+Built by `models/blocks.py`; the arithmetic is `_custom_ops/norm.py`. Nothing here is split over ranks:
+every rank norms whole rows.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm._custom_ops import norm as norm_ops
+from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; normalised in float32, rounded, then multiplied."""
+
+    fields: ClassVar[tuple[str, ...]] = ("weight",)
+    offset: ClassVar[float] = 0.0
+
+    def __init__(self, hidden_size: int, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype), requires_grad=False)
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; there is one shard, None."""
+        target = self.weight.data
+        return WeightPlace(shape=tuple(target.shape), target=target, offset=self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed rows of `x`, [..., hidden_size]."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        norm_ops.rms_norm(out, x, self.weight, self.epsilon)
+        return out
+
+    def apply_in_place(self, x: Tensor) -> Tensor:
+        """Overwrite `x` with its normed rows and return it."""
+        norm_ops.rms_norm(x, x, self.weight, self.epsilon)
+        return x
+
+    def add_and_norm(self, delta_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """Add `delta` to `residual` in place, then overwrite `delta` with the normed sum; return it."""
+        norm_ops.fused_add_rms_norm(delta_TE, residual_TE, self.weight, self.epsilon)
+        return delta_TE
+
+
+class GemmaRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + w): 1 + w is folded at load into a float32 weight, rounded once at the end."""
+
+    offset: ClassVar[float] = 1.0
+
+    def __init__(self, hidden_size: int, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, epsilon, torch.float32)

@@ -1,0 +1,256 @@
+"""Linear layers, split over tensor-parallel ranks.
+
+Built by `models/blocks.py`. A layer starts with a plain weight that the loader fills; `pack` replaces
+it by the layout of the CPU kernel. Split sizes are checked here; checkpoints and names are not known.
+
+Shapes: T tokens, K inputs, N outputs, all of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm._custom_ops import linear as linear_ops
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+
+
+class Linear(nn.Module):
+    """A matrix of this rank: y = x W^T + b.
+
+    Args:
+        input_size, output_size: columns and rows that this rank holds.
+
+    Attributes:
+        weight: [N, K], None once packed.
+        bias: [N] or None.
+        packed: the weight in the CPU kernel's layout, None until `pack`.
+    """
+
+    packed: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, input_size: int, output_size: int, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.output_size = output_size
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(output_size, input_size, dtype=dtype), requires_grad=False
+        )
+        self.register_parameter(
+            "bias",
+            nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False)
+            if bias
+            else None,
+        )
+        self.register_buffer("packed", None, persistent=False)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """See HoldsWeights."""
+        return ("weight",) if self.bias is None else ("weight", "bias")
+
+    def parameter(self, field: str) -> Tensor:
+        """Return the parameter of a field; not to be called after `pack`."""
+        held = self.weight if field == "weight" else self.bias
+        assert held is not None, f"{field} is absent or packed already"
+        return held.data
+
+    def pack(self) -> None:
+        """Bring the weight into the CPU kernel's layout and free the original; no-op elsewhere."""
+        if self.weight is None or self.weight.device.type != "cpu":
+            return
+        self.packed = linear_ops.pack_linear_weight(self.weight.data)
+        self.weight = None
+
+    def multiply(self, x_TK: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + bias, [T, N]."""
+        if self.packed is None:
+            assert self.weight is not None
+            return F.linear(x_TK, self.weight, bias)
+        out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size)
+        linear_ops.linear(out_TN, x_TK, self.packed, bias)
+        return out_TN
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return this rank's outputs, [T, N]."""
+        return self.multiply(x_TK, self.bias)
+
+
+class ReplicatedLinear(Linear):
+    """The whole matrix on every rank."""
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; there is one shard, None."""
+        target = self.parameter(field)
+        return WeightPlace(shape=tuple(target.shape), target=target)
+
+
+class MergedColumnParallelLinear(Linear):
+    """Several matrices over one input, outputs of each split over the ranks, multiplied at once.
+
+    Args:
+        input_size: columns.
+        output_sizes: shard name -> rows over all ranks, in the order of the outputs.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        what: str = "output size",
+    ) -> None:
+        local = {name: tp.split(size, what) for name, size in output_sizes.items()}
+        super().__init__(input_size, sum(local.values()), bias=bias, dtype=dtype)
+        self._places: dict[str, tuple[int, int, int, int]] = {}
+        row = 0
+        for name, size in local.items():
+            self._places[name] = (output_sizes[name], row, size, tp.rank * size)
+            row += size
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; shards are the names in `output_sizes`."""
+        assert isinstance(shard, str)
+        total, row, size, start = self._places[shard]
+        target = self.parameter(field)[row : row + size]
+        return WeightPlace(shape=(total, *target.shape[1:]), target=target, axis=0, start=start)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One matrix, its outputs split over the ranks."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        what: str = "output size",
+    ) -> None:
+        super().__init__(
+            input_size, {"": output_size}, bias=bias, dtype=dtype, tp=tp, what=what
+        )
+
+    def place(self, field: str, shard: Shard = None) -> WeightPlace:
+        """See HoldsWeights; there is one shard, None."""
+        return super().place(field, "")
+
+
+class QKVParallelLinear(Linear):
+    """Query, key and value projections in one matrix, split by heads.
+
+    With fewer KV heads than ranks, neighbouring ranks hold copies of one KV head.
+
+    Args:
+        num_heads, num_kv_heads: heads over all ranks.
+
+    Attributes:
+        num_heads, num_kv_heads: heads of this rank.
+        q_size, kv_size: outputs of this rank that are query, and key (as many value).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
+                f"({num_kv_heads})"
+            )
+        self_heads = tp.split(num_heads, "num_attention_heads")
+        self_kv_heads, first_kv_head = split_kv_heads(num_kv_heads, tp)
+        q_size, kv_size = self_heads * head_size, self_kv_heads * head_size
+        super().__init__(input_size, q_size + 2 * kv_size, bias=bias, dtype=dtype)
+        self.num_heads = self_heads
+        self.num_kv_heads = self_kv_heads
+        self.q_size = q_size
+        self.kv_size = kv_size
+        q_total, kv_total = num_heads * head_size, num_kv_heads * head_size
+        kv_start = first_kv_head * head_size
+        self._places = {
+            "q": (q_total, 0, q_size, tp.rank * q_size),
+            "k": (kv_total, q_size, kv_size, kv_start),
+            "v": (kv_total, q_size + kv_size, kv_size, kv_start),
+        }
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; shards are "q", "k" and "v"."""
+        assert isinstance(shard, str)
+        total, row, size, start = self._places[shard]
+        target = self.parameter(field)[row : row + size]
+        return WeightPlace(shape=(total, *target.shape[1:]), target=target, axis=0, start=start)
+
+
+class RowParallelLinear(Linear):
+    """One matrix, its inputs split over the ranks; the ranks' products are added up."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        what: str = "input size",
+    ) -> None:
+        super().__init__(tp.split(input_size, what), output_size, bias=bias, dtype=dtype)
+        self._total = input_size
+        self._tp = tp
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; there is one shard, None."""
+        target = self.parameter(field)
+        if field == "bias":
+            return WeightPlace(shape=tuple(target.shape), target=target)
+        return WeightPlace(
+            shape=(self.output_size, self._total),
+            target=target,
+            axis=1,
+            start=self._tp.rank * self.input_size,
+        )
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return the whole outputs on every rank, [T, N]; the bias is added once, after the sum."""
+        if self._tp.size == 1:
+            return self.multiply(x_TK, self.bias)
+        out_TN = self._tp.all_reduce(self.multiply(x_TK, None))
+        return out_TN if self.bias is None else out_TN + self.bias
+
+
+def split_kv_heads(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
+    """Return (number, first) of the KV heads that this rank holds.
+
+    Raises:
+        ConfigError: if neither divides the other.
+    """
+    if num_kv_heads >= tp.size:
+        size = tp.split(num_kv_heads, "num_key_value_heads")
+        return size, tp.rank * size
+    if tp.size % num_kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads ({num_kv_heads}) can be neither split nor copied evenly over "
+            f"tensor_parallel_size={tp.size} ranks; one must be a multiple of the other"
+        )
+    return 1, tp.rank // (tp.size // num_kv_heads)

@@ -1,0 +1,42 @@
+"""Hidden states to logits over the whole vocabulary.
+
+Called by models in `compute_logits`. Works row by row; what the sampler does with the logits is not
+known here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabMatrix
+
+
+class LogitsProcessor(nn.Module):
+    """The output matrix, then scale, soft cap, gathering over the ranks and cutting of the padding.
+
+    Args:
+        vocab_size: columns that remain.
+        scale: factor of the logits.
+        soft_cap: c of c*tanh(x/c); 0 is none.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, tp: TensorParallel, scale: float = 1.0, soft_cap: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.scale = scale
+        self.soft_cap = soft_cap
+        self._tp = tp
+
+    def forward(self, head: VocabMatrix, hidden_LE: Tensor) -> Tensor:
+        """Return float32 [L, vocab_size] on every rank."""
+        logits_LV = self._tp.all_gather(head.multiply(hidden_LE, None), dim=-1)
+        logits_LV = logits_LV[:, : self.vocab_size].float()
+        if self.scale != 1.0:
+            logits_LV = logits_LV * self.scale
+        if self.soft_cap:
+            logits_LV = torch.tanh(logits_LV / self.soft_cap) * self.soft_cap
+        return logits_LV

@@ -1,0 +1,56 @@
+"""Where a tensor of a checkpoint goes: the part of a parameter that this rank keeps.
+
+Layers answer `place(field, shard)`; `models/weight_map.py` checks the shape and writes. Nothing here
+knows names of checkpoints or reads files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Shard = str | tuple[str, int] | None
+"""Which part of a merged parameter: "q", "gate", ("up", expert) ...; None where there is one part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightPlace:
+    """The place of one checkpoint tensor.
+
+    Attributes:
+        shape: shape that the checkpoint's tensor must have, before any split.
+        target: view of the parameter that is overwritten.
+        axis: axis of the tensor along which ranks differ, or None if each takes it whole.
+        start: first index along `axis` that this rank takes; it takes as many as `target` has.
+        offset: added to every element in float32 before it is stored.
+    """
+
+    shape: tuple[int, ...]
+    target: Tensor
+    axis: int | None = None
+    start: int = 0
+    offset: float = 0.0
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy this rank's part of `tensor` into the parameter, converted to its dtype and device."""
+        part = tensor
+        if self.axis is not None:
+            part = tensor.narrow(self.axis, self.start, self.target.shape[self.axis])
+        if self.offset:
+            part = part.float() + self.offset
+        self.target.copy_(part)
+
+
+class HoldsWeights(Protocol):
+    """A layer with parameters that a checkpoint fills."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of its parameters: "weight", and "bias" where it has one."""
+        ...
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """Return where the checkpoint's tensor for one field and shard goes."""
+        ...

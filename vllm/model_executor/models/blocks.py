@@ -1,0 +1,252 @@
+"""The building blocks of decoder-only models, made from shapes.
+
+`causal_lm.py` builds one `DecoderBlock` for each `LayerShape`. Blocks compute with what the batch and the
+attention state give them and keep nothing between steps.
+
+Shapes: T tokens, E hidden size, H and Hkv heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention.layer import Attention
+from vllm.batch import AttentionState, ForwardBatch
+from vllm.cache_spec import Full
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.activation import make_gated_activation
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.model_executor.models.shapes import AttentionShape, LayerShape, MlpShape, MoeShape
+from vllm.types import DType
+from vllm.utils.tensors import from_torch_dtype
+
+
+class RopeSet:
+    """The rotary tables of one model; layers with the same settings share one."""
+
+    def __init__(self, *, max_positions: int, max_model_len: int) -> None:
+        self._max_positions = max_positions
+        self._max_model_len = max_model_len
+        self._made: dict[tuple[int, str], RotaryEmbedding] = {}
+
+    def get(self, head_size: int, settings: Mapping[str, Any]) -> RotaryEmbedding:
+        """Return the table for a head size and rope settings."""
+        key = (head_size, json.dumps(dict(settings), sort_keys=True))
+        if key not in self._made:
+            self._made[key] = get_rope(
+                head_size,
+                settings,
+                max_positions=self._max_positions,
+                max_model_len=self._max_model_len,
+            )
+        return self._made[key]
+
+    def reserve(self, num_positions: int) -> None:
+        """Make every table at least `num_positions` rows long."""
+        for rope in self._made.values():
+            rope.reserve(num_positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockContext:
+    """What all blocks of a model have in common.
+
+    Attributes:
+        has_unit_offset_norm: whether norms scale by 1 + w.
+        cache_dtype: element type of K and V in the cache; None is `dtype`.
+    """
+
+    hidden_size: int
+    norm_epsilon: float
+    has_unit_offset_norm: bool
+    has_post_norms: bool
+    dtype: torch.dtype
+    cache_dtype: DType | None
+    tp: TensorParallel
+    ropes: RopeSet
+
+    def make_norm(self, size: int) -> RMSNorm:
+        """Return a norm of this model's kind."""
+        kind = GemmaRMSNorm if self.has_unit_offset_norm else RMSNorm
+        return kind(size, self.norm_epsilon, self.dtype)
+
+
+class AttentionBlock(nn.Module):
+    """Projections, head norms, rotary embedding and attention of one layer."""
+
+    def __init__(self, layer: int, shape: AttentionShape, context: BlockContext) -> None:
+        super().__init__()
+        size = shape.head_size
+        self.head_size = size
+        self.qkv = QKVParallelLinear(
+            context.hidden_size,
+            size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            bias=shape.qkv_bias,
+            dtype=context.dtype,
+            tp=context.tp,
+        )
+        self.out = RowParallelLinear(
+            shape.num_heads * size,
+            context.hidden_size,
+            bias=shape.out_bias,
+            dtype=context.dtype,
+            tp=context.tp,
+        )
+        self.q_norm = context.make_norm(size) if shape.has_qk_norm else None
+        self.k_norm = context.make_norm(size) if shape.has_qk_norm else None
+        self.rope = None if shape.rope is None else context.ropes.get(size, shape.rope)
+        self.attention = Attention(
+            layer,
+            self.qkv.num_heads,
+            self.qkv.num_kv_heads,
+            size,
+            shape.scale,
+            Full(),
+            dtype=from_torch_dtype(context.dtype),
+            cache_dtype=context.cache_dtype,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
+        )
+
+    def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
+        """Return the attention's contribution to the residual stream, [T, E]."""
+        q_size, kv_size = self.qkv.q_size, self.qkv.kv_size
+        q, k, v = self.qkv(x_TE).split((q_size, kv_size, kv_size), dim=-1)
+        q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.apply_in_place(q_THD)
+            self.k_norm.apply_in_place(k_THD)
+        if self.rope is not None:
+            self.rope(batch.positions, q_THD, k_THD)
+        out_THD = self.attention(q_THD, k_THD, v_THD, batch, attention)
+        return self.out(out_THD.flatten(1))
+
+
+class MlpBlock(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, shape: MlpShape, context: BlockContext) -> None:
+        super().__init__()
+        size = shape.intermediate_size
+        self.gate_up = MergedColumnParallelLinear(
+            context.hidden_size,
+            {"gate": size, "up": size},
+            bias=shape.bias,
+            dtype=context.dtype,
+            tp=context.tp,
+            what="intermediate_size",
+        )
+        self.activation = make_gated_activation(shape.activation)
+        self.down = RowParallelLinear(
+            size,
+            context.hidden_size,
+            bias=shape.bias,
+            dtype=context.dtype,
+            tp=context.tp,
+            what="intermediate_size",
+        )
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Return the MLP's contribution to the residual stream, [T, E]."""
+        return self.down(self.activation(self.gate_up(x_TE)))
+
+
+class MoeBlock(nn.Module):
+    """A router, its experts and, in some families, one expert that every token takes."""
+
+    def __init__(self, shape: MoeShape, context: BlockContext) -> None:
+        super().__init__()
+        self._tp = context.tp
+        self.router = ReplicatedLinear(
+            context.hidden_size, shape.num_experts, bias=False, dtype=context.dtype
+        )
+        self.experts = FusedMoE(
+            shape.num_experts,
+            shape.num_chosen,
+            context.hidden_size,
+            shape.intermediate_size,
+            activation=shape.activation,
+            renormalize=shape.renormalize,
+            dtype=context.dtype,
+            tp=context.tp,
+        )
+        self.shared: MlpBlock | None = None
+        self.shared_gate: ReplicatedLinear | None = None
+        if shape.shared_size:
+            self.shared = MlpBlock(
+                MlpShape(intermediate_size=shape.shared_size, activation=shape.activation), context
+            )
+            self.shared_gate = ReplicatedLinear(
+                context.hidden_size, 1, bias=False, dtype=context.dtype
+            )
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Return the contribution of the chosen and the shared experts, [T, E]."""
+        out_TE = self._tp.all_reduce(self.experts(x_TE, self.router(x_TE)))
+        if self.shared is None or self.shared_gate is None:
+            return out_TE
+        # torch.sigmoid rounds an element by its place in memory; exp and division do not.
+        gate_T1 = 1.0 / (1.0 + torch.exp(-self.shared_gate(x_TE).float()))
+        return out_TE + gate_T1.to(x_TE.dtype) * self.shared(x_TE)
+
+
+class DecoderBlock(nn.Module):
+    """One decoder layer around the residual stream.
+
+    A block takes the residual stream and the part of it that is still to be added (`delta`), so that
+    adding and norming are one pass over memory, and returns both.
+    """
+
+    def __init__(self, layer: int, shape: LayerShape, context: BlockContext) -> None:
+        super().__init__()
+        size = context.hidden_size
+        self.input_norm = context.make_norm(size)
+        self.attention = AttentionBlock(layer, shape.attention, context)
+        self.post_attention_norm = context.make_norm(size) if context.has_post_norms else None
+        self.mlp_norm = context.make_norm(size)
+        self.mlp: MlpBlock | MoeBlock = (
+            MlpBlock(shape.mlp, context)
+            if isinstance(shape.mlp, MlpShape)
+            else MoeBlock(shape.mlp, context)
+        )
+        self.post_mlp_norm = context.make_norm(size) if context.has_post_norms else None
+
+    def forward(
+        self,
+        delta_TE: Tensor | None,
+        residual_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the layer; `delta` and `residual` are overwritten.
+
+        Returns:
+            The layer's last contribution, still to be added, and the residual stream without it.
+        """
+        if delta_TE is None:
+            x_TE = self.input_norm(residual_TE)
+        else:
+            x_TE = self.input_norm.add_and_norm(delta_TE, residual_TE)
+        x_TE = self.attention(x_TE, batch, attention)
+        if self.post_attention_norm is not None:
+            x_TE = self.post_attention_norm.apply_in_place(x_TE)
+        x_TE = self.mlp(self.mlp_norm.add_and_norm(x_TE, residual_TE))
+        if self.post_mlp_norm is not None:
+            x_TE = self.post_mlp_norm.apply_in_place(x_TE)
+        return x_TE, residual_TE

@@ -1,0 +1,136 @@
+"""The decoder-only language model that every family is an instance of.
+
+A family's class gives two things: `read_shape`, which turns a config into a `ModelShape`, and
+`weight_rows`, which names its tensors. Called by the model loader and the model runner; knows nothing
+of files, of the scheduler or of where cache rows lie.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention.layer import Attention
+from vllm.batch import AttentionState, ForwardBatch
+from vllm.cache_spec import LayerCacheSpec
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, RopeSet
+from vllm.model_executor.models.shapes import ModelShape
+from vllm.model_executor.models.weight_map import LoadReport, WeightRow, expand_rows, load_weights
+from vllm.types import DType
+
+IGNORED_WEIGHTS = {
+    r".*\.rotary_emb\.inv_freq": "rotary frequencies are computed from the config",
+    r".*\.(masked_bias|attn\.bias)": "causal masks are not stored",
+}
+_TIED_HEAD = {
+    r"lm_head\.weight": "the config ties the output matrix to the embedding (tie_word_embeddings)"
+}
+
+
+class CausalLM(nn.Module, ABC):
+    """Embedding, decoder blocks, final norm and output matrix.
+
+    Args:
+        config: the checkpoint's config, normalised by `transformers_utils/config.py`.
+        dtype: element type of weights and activations.
+        tp: the ranks that share the model.
+        cache_dtype: element type of K and V in the cache; None is `dtype`.
+        max_model_len: longest sequence that is served; None is max_position_embeddings.
+    """
+
+    weight_rows: ClassVar[tuple[WeightRow, ...]]
+    ignored_weights: ClassVar[Mapping[str, str]] = IGNORED_WEIGHTS
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        cache_dtype: DType | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        shape = self.read_shape(config)
+        self.shape = shape
+        self._embed_scale = torch.tensor(shape.embed_scale, dtype=dtype, device="cpu").item()
+        self._ropes = RopeSet(
+            max_positions=shape.max_positions, max_model_len=max_model_len or shape.max_positions
+        )
+        context = BlockContext(
+            hidden_size=shape.hidden_size,
+            norm_epsilon=shape.norm_epsilon,
+            has_unit_offset_norm=shape.has_unit_offset_norm,
+            has_post_norms=shape.has_post_norms,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            tp=tp,
+            ropes=self._ropes,
+        )
+        sizes = (shape.vocab_size, shape.hidden_size)
+        self.embed = VocabParallelEmbedding(*sizes, dtype=dtype, tp=tp)
+        self.layers = nn.ModuleList(
+            DecoderBlock(index, layer, context) for index, layer in enumerate(shape.layers)
+        )
+        self.norm = context.make_norm(shape.hidden_size)
+        self.lm_head = None if shape.is_tied else ParallelLMHead(*sizes, dtype=dtype, tp=tp)
+        self.logits = LogitsProcessor(
+            shape.vocab_size, tp=tp, scale=shape.logit_scale, soft_cap=shape.logit_cap
+        )
+
+    @staticmethod
+    @abstractmethod
+    def read_shape(config: Mapping[str, Any]) -> ModelShape:
+        """Return the shape that a config describes; ConfigError if this family cannot be it."""
+
+    def cache_specs(self) -> tuple[LayerCacheSpec, ...]:
+        """See TextModel."""
+        return tuple(module.spec for module in self.attention_layers().values())
+
+    def attention_layers(self) -> Mapping[int, Attention]:
+        """See TextModel."""
+        return {index: block.attention.attention for index, block in enumerate(self.layers)}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> LoadReport:
+        """See TextModel."""
+        ignored = dict(self.ignored_weights) | (_TIED_HEAD if self.shape.is_tied else {})
+        return load_weights(expand_rows(self.weight_rows, self), weights, ignored)
+
+    def finish_loading(self) -> None:
+        """See TextModel."""
+        for module in self.modules():
+            # An embedding that is only looked up stays as it is: rows lie together there.
+            if isinstance(module, VocabParallelEmbedding) and not self.shape.is_tied:
+                continue
+            if isinstance(module, Linear | FusedMoE):
+                module.pack()
+
+    def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
+        """See TextModel."""
+        self._ropes.reserve(batch.max_seq_len)
+        residual_TE = self.embed(batch.input_ids)
+        if self._embed_scale != 1.0:
+            residual_TE = residual_TE * self._embed_scale
+        delta_TE: Tensor | None = None
+        for block in self.layers:
+            delta_TE, residual_TE = block(delta_TE, residual_TE, batch, attention)
+        if delta_TE is None:
+            return self.norm(residual_TE)
+        return self.norm.add_and_norm(delta_TE, residual_TE)
+
+    def compute_logits(self, hidden_LE: Tensor) -> Tensor:
+        """See TextModel."""
+        head = self.embed if self.lm_head is None else self.lm_head
+        return self.logits(head, hidden_LE)

@@ -1,0 +1,40 @@
+"""Qwen 2 and 2.5: Llama with biases on query, key and value, and windows on some layers.
+
+Row of `models/table.py`. Which layers slide (`use_sliding_window`, `max_window_layers`) is in the
+config's `layer_types` once it is normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.config_reader import (
+    read_attention,
+    read_layer_config,
+    read_mlp,
+    read_window,
+)
+from vllm.model_executor.models.llama import make_llama_shape
+from vllm.model_executor.models.shapes import LayerShape, ModelShape
+from vllm.model_executor.models.weight_rows import LLAMA_ROWS
+
+
+class Qwen2ForCausalLM(CausalLM):
+    """Qwen 2."""
+
+    weight_rows = LLAMA_ROWS
+
+    @staticmethod
+    def read_shape(config: Mapping[str, Any]) -> ModelShape:
+        """See CausalLM."""
+
+        def read_layer(layer: int) -> LayerShape:
+            own = read_layer_config(config, layer)
+            window = read_window(config, layer)
+            return LayerShape(
+                attention=read_attention(own, window=window, qkv_bias=True), mlp=read_mlp(own)
+            )
+
+        return make_llama_shape(config, read_layer)

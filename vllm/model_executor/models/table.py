@@ -1,0 +1,27 @@
+"""Which class serves which architecture name. A new model is a file and a row here.
+
+Read by the registry. Modules are imported when a model is asked for; importing this file imports none.
+"""
+
+from __future__ import annotations
+
+_PACKAGE = "vllm.model_executor.models"
+
+ARCHITECTURES: dict[str, str] = {
+    name: f"{_PACKAGE}.{place}"
+    for name, place in {
+        "AquilaForCausalLM": "llama:LlamaForCausalLM",
+        "AquilaModel": "llama:LlamaForCausalLM",
+        "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
+        "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+        "GemmaForCausalLM": "gemma:GemmaForCausalLM",
+        "InternLMForCausalLM": "llama:LlamaForCausalLM",
+        "LLaMAForCausalLM": "llama:LlamaForCausalLM",
+        "LlamaForCausalLM": "llama:LlamaForCausalLM",
+        "MistralForCausalLM": "llama:MistralForCausalLM",
+        "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
+        "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "qwen2_moe:Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
+    }.items()
+}
