@@ -17,8 +17,8 @@ from vllm.entrypoints.openai.response import (
     PromptLogprobs,
     TopLogprob,
 )
-from vllm.entrypoints.openai.token_bytes import TokenBytes
 from vllm.outputs import Logprob
+from vllm.transformers_utils.detokenizer import TokenBytes
 
 LOWEST_LOGPROB = -9999.0
 
@@ -133,14 +133,12 @@ class LogprobRenderer:
     def _plain_text(self, token_id: int, entry: Logprob | None) -> str:
         if entry is not None:
             return entry.decoded_token or ""
-        own = None if self._token_bytes is None else self._token_bytes.find(token_id)
-        return "" if own is None else own.decode(errors="replace")
+        return "" if self._token_bytes is None else self._token_bytes.decode_one(token_id)
 
     def _bytes(self, token_id: int, entry: Logprob, skip_special_tokens: bool) -> list[int]:
-        if self._token_bytes is not None:
-            if skip_special_tokens and self._token_bytes.is_special(token_id):
-                return []
-            own = self._token_bytes.find(token_id)
-            if own is not None:
-                return list(own)
-        return list((entry.decoded_token or "").encode())
+        table = self._token_bytes
+        if table is None or not table.is_exact:
+            return list((entry.decoded_token or "").encode())
+        if skip_special_tokens and token_id in table.special_ids:
+            return []  # not part of the text, which these bytes add up to
+        return list(table[token_id])

@@ -1,0 +1,205 @@
+"""The flags of the HTTP server; those of the engine are in `vllm.engine.arg_utils`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import ssl
+from dataclasses import dataclass, field, fields
+
+from vllm import envs
+from vllm.entrypoints.openai.chat_template import load_chat_template
+from vllm.errors import ConfigError
+from vllm.utils.argument_parser import FlexibleArgumentParser
+
+UVICORN_LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """What the operator chose for the HTTP server.
+
+    Attributes:
+        api_key: token that every path but /health asks for; the environment's VLLM_API_KEY wins.
+        chat_template: text of the template, already read.
+        shutdown_timeout: seconds that running requests get to finish after SIGTERM or SIGINT.
+        max_log_len: most prompt characters and ids in a request's log line; None for all.
+    """
+
+    host: str | None = None
+    port: int = 8000
+    uvicorn_log_level: str = "info"
+    allow_credentials: bool = False
+    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    api_key: str | None = None
+    chat_template: str | None = None
+    response_role: str = "assistant"
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = int(ssl.CERT_NONE)
+    root_path: str | None = None
+    middleware: list[str] = field(default_factory=list)
+    return_tokens_as_token_ids: bool = False
+    disable_frontend_multiprocessing: bool = False
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    tool_parser_plugin: str = ""
+    max_log_len: int | None = None
+    disable_fastapi_docs: bool = False
+    shutdown_timeout: float = 30.0
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace) -> ServerArgs:
+        """Read parsed flags, the environment's key and the template's file.
+
+        Raises:
+            ConfigError: flags contradict each other, or name a file that does not exist.
+        """
+        given = {f.name: getattr(namespace, f.name) for f in fields(cls)}
+        given["api_key"] = envs.VLLM_API_KEY or given["api_key"]
+        given["chat_template"] = load_chat_template(given["chat_template"])
+        given["response_role"] = given["response_role"] or "assistant"
+        if given["enable_auto_tool_choice"] and not given["tool_call_parser"]:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser as well")
+        if bool(given["ssl_keyfile"]) != bool(given["ssl_certfile"]) and given["ssl_keyfile"]:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile as well")
+        return cls(**given)
+
+
+def _nullable(text: str) -> str | None:
+    return None if text in ("", "None") else text
+
+
+def _json_list(text: str) -> list[str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise argparse.ArgumentTypeError(f'expected a JSON list of strings such as ["*"]: {text!r}')
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def add_server_args(parser: FlexibleArgumentParser) -> None:
+    """Add the server's flags, in groups."""
+    _add_network_args(parser)
+    _add_cors_args(parser)
+    _add_chat_args(parser)
+    _add_log_args(parser)
+
+
+def _add_network_args(parser: FlexibleArgumentParser) -> None:
+    group = parser.add_argument_group("HTTP server")
+    text = {"type": _nullable, "default": None}
+    group.add_argument("--host", help="address to listen on; all IPv4 addresses if unset", **text)
+    group.add_argument("--port", type=_port, default=8000, help="TCP port; 0 takes a free one")
+    group.add_argument(
+        "--api-key",
+        help="token that clients must send on every path but /health; VLLM_API_KEY wins",
+        **text,
+    )
+    group.add_argument("--ssl-keyfile", help="TLS private key", **text)
+    group.add_argument("--ssl-certfile", help="TLS certificate", **text)
+    group.add_argument(
+        "--ssl-ca-certs", help="TLS authorities that sign client certificates", **text
+    )
+    group.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        default=int(ssl.CERT_NONE),
+        help="whether clients need a certificate: 0 no, 1 optional, 2 yes",
+    )
+    group.add_argument("--root-path", help="path prefix that a proxy in front removes", **text)
+    group.add_argument(
+        "--middleware",
+        action="append",
+        default=[],
+        help="ASGI class or coroutine function to wrap requests with, as module.name; repeatable",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        help="seconds that running requests get to finish after SIGTERM or Ctrl-C",
+    )
+    group.add_argument(
+        "--disable-frontend-multiprocessing",
+        action="store_true",
+        help="run the engine in the server's own process",
+    )
+
+
+def _add_cors_args(parser: FlexibleArgumentParser) -> None:
+    group = parser.add_argument_group("CORS")
+    group.add_argument(
+        "--allow-credentials", action="store_true", help="allow browsers to send credentials"
+    )
+    for name in ("origins", "methods", "headers"):
+        group.add_argument(
+            f"--allowed-{name}",
+            type=_json_list,
+            default=["*"],
+            help=f'allowed {name}, a JSON list (default: ["*"])',
+        )
+
+
+def _add_chat_args(parser: FlexibleArgumentParser) -> None:
+    group = parser.add_argument_group("chat and tools")
+    group.add_argument(
+        "--chat-template",
+        type=_nullable,
+        default=None,
+        help="Jinja file, or the template itself, that replaces the tokenizer's",
+    )
+    group.add_argument(
+        "--response-role", type=_nullable, default="assistant", help="role of the answers"
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="let the model decide about tool calls; needs --tool-call-parser",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        default=None,
+        help="how the model writes tool calls: hermes, internlm, llama3_json, mistral, or a "
+        "plugin's name",
+    )
+    group.add_argument(
+        "--tool-parser-plugin", default="", help="Python file that registers more tool parsers"
+    )
+    group.add_argument(
+        "--return-tokens-as-token-ids",
+        action="store_true",
+        help='show tokens in logprobs as "token_id:N"',
+    )
+
+
+def _add_log_args(parser: FlexibleArgumentParser) -> None:
+    group = parser.add_argument_group("server log")
+    group.add_argument(
+        "--uvicorn-log-level",
+        choices=UVICORN_LOG_LEVELS,
+        default="info",
+        help="log level of the web server",
+    )
+    group.add_argument(
+        "--max-log-len",
+        type=int,
+        default=None,
+        help="most characters and ids of a prompt in the log; all if unset",
+    )
+    group.add_argument(
+        "--disable-fastapi-docs",
+        action="store_true",
+        help="do not serve /docs, /redoc and /openapi.json",
+    )
