@@ -1,0 +1,257 @@
+// Tiles of out = x · W^T over a packed weight; included by kernels only (linear, fused decoder
+// layers, experts).
+//
+// A packed weight is a sequence of blocks of kBlockCols rows of W (columns of out). A float block
+// is [K][32], a bf16 block [ceil(K/2)][32][2], zero padded, so that a block is one contiguous
+// stream and a pair of k lies in one 32-bit lane. Every output element is one accumulator lane that
+// runs over k in rising order: its value does not depend on the tile, the number of rows or the
+// thread.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace VLLM_KERNEL_NAMESPACE {
+
+inline constexpr int kBlockCols = 32;
+inline constexpr int kVecs = kBlockCols / kLanes;  // vectors across a block
+
+// Elements of one packed block.
+template <typename T>
+VLLM_INLINE int64_t block_elements(int64_t k) {
+  return sizeof(T) == 4 ? k * kBlockCols : (k + 1) / 2 * 2 * kBlockCols;
+}
+
+VLLM_INLINE int64_t num_blocks(int64_t n) { return (n + kBlockCols - 1) / kBlockCols; }
+
+// Brings memory that is needed next into the second-level cache, a few lines at each step of a
+// tile.
+struct Prefetcher {
+  const char* next;
+  const char* end;
+  int lines;  // a step
+
+  VLLM_INLINE void step() {
+    for (int i = 0; i < lines; ++i) {
+      if (next < end) _mm_prefetch(next, _MM_HINT_T1);
+      next += 64;
+    }
+  }
+};
+
+#if VLLM_ISA_AVX2
+inline constexpr int kMaxTileRows = 3;
+#else
+inline constexpr int kMaxTileRows = 12;
+#endif
+template <typename T>
+inline constexpr int kTileRows = kMaxTileRows;
+#if VLLM_ISA_AVX2
+template <>
+inline constexpr int kTileRows<bf16> = 2;
+#endif
+
+VLLM_INLINE int load_pair(const bf16* p) {
+  int pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return pair;
+}
+
+// acc[r] += x[r][k] * w[k] for one k.
+template <int R>
+VLLM_INLINE void multiply_step(Vec (&acc)[R][kVecs], const float* x, int64_t stride,
+                               const float* w) {
+  Vec b[kVecs];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs; ++v) b[v] = load(w + v * kLanes);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Vec a = set1(x[r * stride]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
+  }
+}
+
+// acc[r] += a[r].lo * w.lo + a[r].hi * w.hi, where a[r] is a pair of bf16 and w a row of pairs.
+#if VLLM_ISA_AVX512_BF16
+template <int R, typename Pair>
+VLLM_INLINE void multiply_pairs(Vec (&acc)[R][kVecs], const Pair& pair, const bf16* w) {
+  __m512bh b[kVecs];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs; ++v) b[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const __m512bh a = (__m512bh)_mm512_set1_epi32(pair(r));
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], a, b[v]);
+  }
+}
+#else
+VLLM_INLINE void widen_pairs(const bf16* w, Vec& lo, Vec& hi) {
+#if VLLM_ISA_AVX2
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+  lo = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  hi = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+#else
+  const __m512i pairs = _mm512_loadu_si512(w);
+  lo = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  hi = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+#endif
+}
+
+VLLM_INLINE float float_of_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+template <int R, typename Pair>
+VLLM_INLINE void multiply_pairs(Vec (&acc)[R][kVecs], const Pair& pair, const bf16* w) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs; ++v) {
+    Vec lo, hi;
+    widen_pairs(w + v * kLanes * 2, lo, hi);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const uint32_t bits = static_cast<uint32_t>(pair(r));
+      acc[r][v] = fma(set1(float_of_bits(bits << 16)), lo, acc[r][v]);
+      acc[r][v] = fma(set1(float_of_bits(bits & 0xffff0000u)), hi, acc[r][v]);
+    }
+  }
+}
+#endif
+
+// acc = R rows of x times one block.
+template <int R>
+VLLM_INLINE void multiply_tile(Vec (&acc)[R][kVecs], const float* x, int64_t stride, const float* w,
+                               int64_t k, Prefetcher& prefetch) {
+  int64_t i = 0;
+  for (; i + 4 <= k; i += 4) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      multiply_step<R>(acc, x + i + j, stride, w + (i + j) * kBlockCols);
+    }
+    prefetch.step();
+  }
+  for (; i < k; ++i) multiply_step<R>(acc, x + i, stride, w + i * kBlockCols);
+}
+
+template <int R>
+VLLM_INLINE void multiply_tile(Vec (&acc)[R][kVecs], const bf16* x, int64_t stride, const bf16* w,
+                               int64_t k, Prefetcher& prefetch) {
+  int64_t i = 0;
+  for (; i + 8 <= k; i += 8) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 8; j += 2) {
+      const bf16* a = x + i + j;
+      multiply_pairs<R>(
+          acc, [=](int r) { return load_pair(a + r * stride); }, w + (i + j) * kBlockCols);
+    }
+    prefetch.step();
+  }
+  for (; i + 2 <= k; i += 2) {
+    const bf16* a = x + i;
+    multiply_pairs<R>(acc, [=](int r) { return load_pair(a + r * stride); }, w + i * kBlockCols);
+  }
+  if (i < k) {
+    const bf16* a = x + i;
+    multiply_pairs<R>(
+        acc, [=](int r) { return static_cast<int>(a[r * stride].bits); }, w + i * kBlockCols);
+  }
+}
+
+// Rows of x times one block; `finish(row, column vector index, value)` takes every result.
+template <int R, typename T, typename Finish>
+VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Prefetcher& prefetch,
+                          int64_t row, const Finish& finish) {
+  Vec acc[R][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = zero();
+  }
+  multiply_tile<R>(acc, x + row * stride, stride, w, k, prefetch);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) finish(row + r, v, acc[r][v]);
+  }
+}
+
+// run_tile with R = rows, for rows up to kTileRows.
+template <typename T, typename Finish>
+VLLM_INLINE void run_rows(int rows, const T* x, int64_t stride, const T* w, int64_t k,
+                          Prefetcher& prefetch, int64_t row, const Finish& finish) {
+#define VLLM_TILE(R)                                                                      \
+  case R:                                                                                 \
+    if constexpr (R <= kTileRows<T>) run_tile<R>(x, stride, w, k, prefetch, row, finish); \
+    break
+  switch (rows) {
+    VLLM_TILE(1);
+    VLLM_TILE(2);
+    VLLM_TILE(3);
+    VLLM_TILE(4);
+    VLLM_TILE(5);
+    VLLM_TILE(6);
+    VLLM_TILE(7);
+    VLLM_TILE(8);
+    VLLM_TILE(9);
+    VLLM_TILE(10);
+    VLLM_TILE(11);
+    VLLM_TILE(12);
+    default:
+      break;
+  }
+#undef VLLM_TILE
+}
+
+// Rows [0, rows) of x times one block, in tiles of nearly equal height. `next` (or null) is memory
+// to bring closer meanwhile, as a rule the next block.
+template <typename T, typename Finish>
+VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const T* w, int64_t k,
+                                const T* next, const Finish& finish) {
+  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
+  const int64_t bytes = next == nullptr ? 0 : block_elements<T>(k) * sizeof(T);
+  const char* start = reinterpret_cast<const char*>(next);
+  Prefetcher prefetch{start, start + bytes, static_cast<int>((8 + tiles - 1) / tiles)};
+  const int64_t height = rows / tiles, taller = rows % tiles;
+  int64_t row = 0;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int h = static_cast<int>(height + (tile < taller));
+    run_rows(h, x, stride, w, k, prefetch, row, finish);
+    row += h;
+  }
+}
+
+// How `threads` threads share rows x blocks: a grid of row_parts * block_parts = threads.
+struct Grid {
+  int64_t row_parts, block_parts;
+};
+
+// The grid with the smallest largest share. Reading a block costs about as much as multiplying a
+// tile of rows by it, so rows are split only where blocks alone leave threads idle.
+VLLM_INLINE Grid choose_grid(int64_t rows, int64_t blocks, int64_t threads) {
+  Grid best{1, threads};
+  int64_t best_cost = INT64_MAX;
+  for (int64_t parts = 1; parts <= threads; ++parts) {
+    if (threads % parts != 0) continue;
+    const int64_t block_parts = threads / parts;
+    const int64_t share = (rows + parts - 1) / parts + kMaxTileRows;
+    const int64_t cost = share * ((blocks + block_parts - 1) / block_parts);
+    if (cost < best_cost) {
+      best_cost = cost;
+      best = Grid{parts, block_parts};
+    }
+  }
+  return best;
+}
+
+// Rows whose activations stay in the second-level cache while weights stream by.
+inline constexpr int64_t kRowsOfCache = 192;
+
+// Rows that lie a multiple of 4 KiB apart fall into one set of the first-level cache.
+template <typename T>
+VLLM_INLINE bool rows_collide(int64_t stride, int64_t rows) {
+  return rows > 4 && stride * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
+}
+
+}  // namespace VLLM_KERNEL_NAMESPACE

@@ -1,0 +1,107 @@
+"""Doors of the linear ops: packed weights, products with them, rows out of them.
+
+Called by `model_executor/layers/{linear,vocab_parallel_embedding}.py`. Naive twins:
+`_custom_ops/naive/linear.py`. The compiled ops check their arguments; nothing here computes. The
+result of a row depends on that row alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm._custom_ops.library import C
+
+BLOCK_COLUMNS = 32
+"""Rows of W (columns of the product) that one packed block holds."""
+
+
+def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape of a packed [n, k] weight.
+
+    float32: [blocks, k, 32]; bfloat16: [blocks, ceil(k / 2), 32, 2], so that two neighbours in k lie
+    in one 32-bit lane. Zero padded.
+    """
+    blocks = -(-n // BLOCK_COLUMNS)
+    if dtype == torch.float32:
+        return (blocks, k, BLOCK_COLUMNS)
+    return (blocks, -(-k // 2), BLOCK_COLUMNS, 2)
+
+
+def empty_packed(n: int, k: int, dtype: torch.dtype, *, count: int | None = None) -> Tensor:
+    """Return uninitialised memory for one packed weight, or for a stack of `count` of them.
+
+    It lies in huge pages, next to what was allocated before it: pack weights in the order in which a
+    forward pass reads them.
+    """
+    shape = packed_shape(n, k, dtype)
+    if count is not None:
+        shape = (count, *shape)
+    return C.empty_huge(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def pack_linear_weight(weight_NK: Tensor, out: Tensor | None = None) -> Tensor:
+    """Pack a weight into the layout that `linear` streams.
+
+    Args:
+        weight_NK: float32 or bfloat16 [N, K], contiguous in K.
+        out: memory of `packed_shape(N, K, dtype)`; allocated with `empty_packed` if None.
+
+    Returns:
+        The packed weight; N and K cannot be read off it exactly, keep them beside it.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    if out is None:
+        out = empty_packed(weight_NK.shape[0], weight_NK.shape[-1], weight_NK.dtype)
+    C.pack_linear_weight(out, weight_NK)
+    return out
+
+
+def unpack_linear_weight(packed: Tensor, n: int, k: int) -> Tensor:
+    """Return the plain [n, k] weight of a packed one.
+
+    Raises:
+        ShapeError: `packed` was not made from a weight of this shape.
+    """
+    weight_NK = torch.empty(n, k, dtype=packed.dtype)
+    C.unpack_linear_weight(weight_NK, packed)
+    return weight_NK
+
+
+def linear(out_TN: Tensor, input_TK: Tensor, packed: Tensor, bias_N: Tensor | None = None) -> None:
+    """Multiply rows by a packed weight: out = input · Wᵀ + bias.
+
+    Sums run over K in rising order in float32, one accumulator an element.
+
+    Args:
+        out_TN: of the input's dtype, or float32: then the results are rounded to the input's dtype
+            all the same (logits, as transformers rounds them). Contiguous in N.
+        input_TK: float32 or bfloat16, contiguous in K.
+        packed: from `pack_linear_weight`, of the input's dtype.
+        bias_N: of the input's dtype, added before the rounding.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+
+    Cost: reads the packed weight once for every 192 rows and row group of threads.
+    """
+    C.linear(out_TN, input_TK, packed, bias_N)
+
+
+def embedding(out_TK: Tensor, ids_T: Tensor, packed: Tensor) -> None:
+    """Gather rows of a packed matrix, so that a tied embedding is stored once.
+
+    Args:
+        out_TK: of the packed matrix's dtype, contiguous in K.
+        ids_T: int64.
+        packed: from `pack_linear_weight`.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype, or an id lies outside the
+            (padded) matrix.
+    """
+    C.embedding(out_TK, ids_T, packed)

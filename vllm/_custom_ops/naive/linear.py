@@ -1,0 +1,56 @@
+"""Linear ops in plain PyTorch: the twins of `_custom_ops/linear.py`.
+
+Read by tests and by anyone who wants to know what the ops mean. Never called by the engine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_COLUMNS = 32
+
+
+def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape of a packed [n, k] weight."""
+    blocks = -(-n // BLOCK_COLUMNS)
+    pairs = () if dtype == torch.float32 else (2,)
+    return (blocks, -(-k // 2) if pairs else k, BLOCK_COLUMNS, *pairs)
+
+
+def empty_packed(n: int, k: int, dtype: torch.dtype, *, count: int | None = None) -> Tensor:
+    """Return memory for packed weights."""
+    shape = packed_shape(n, k, dtype)
+    return torch.empty(shape if count is None else (count, *shape), dtype=dtype)
+
+
+def pack_linear_weight(weight_NK: Tensor, out: Tensor | None = None) -> Tensor:
+    """Pad to whole blocks (and pairs of k), then put k before the columns of a block."""
+    n, k = weight_NK.shape
+    shape = packed_shape(n, k, weight_NK.dtype)
+    step = 1 if weight_NK.dtype == torch.float32 else 2
+    padded = weight_NK.new_zeros(shape[0] * BLOCK_COLUMNS, shape[1] * step)
+    padded[:n, :k] = weight_NK
+    packed = padded.view(shape[0], BLOCK_COLUMNS, shape[1], step).transpose(1, 2).reshape(shape)
+    return packed if out is None else out.copy_(packed)
+
+
+def unpack_linear_weight(packed: Tensor, n: int, k: int) -> Tensor:
+    """Undo `pack_linear_weight`."""
+    blocks, steps = packed.shape[:2]
+    plain = packed.view(blocks, steps, BLOCK_COLUMNS, -1).transpose(1, 2)
+    return plain.reshape(blocks * BLOCK_COLUMNS, -1)[:n, :k].contiguous()
+
+
+def linear(out_TN: Tensor, input_TK: Tensor, packed: Tensor, bias_N: Tensor | None = None) -> None:
+    """out = input · Wᵀ + bias, in float32, rounded once to the input's dtype."""
+    weight_NK = unpack_linear_weight(packed, out_TN.shape[1], input_TK.shape[1])
+    product = input_TK.float() @ weight_NK.float().T
+    if bias_N is not None:
+        product += bias_N.float()
+    out_TN.copy_(product.to(input_TK.dtype))
+
+
+def embedding(out_TK: Tensor, ids_T: Tensor, packed: Tensor) -> None:
+    """Gather rows of the unpacked matrix."""
+    out_TK.copy_(unpack_linear_weight(packed, packed.shape[0] * 32, out_TK.shape[1])[ids_T])
