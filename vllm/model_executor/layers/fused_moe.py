@@ -154,10 +154,9 @@ def _make_weight(
 
 
 def _pack_experts(weight_NRC: Tensor) -> Tensor:
-    """Pack each expert's matrix and stack them."""
-    first = linear_ops.pack_linear_weight(weight_NRC[0])
-    packed = first.new_empty(weight_NRC.shape[0], *first.shape)
-    packed[0] = first
-    for expert in range(1, weight_NRC.shape[0]):
-        packed[expert] = linear_ops.pack_linear_weight(weight_NRC[expert])
+    """Pack each expert's matrix into one stack."""
+    count, rows, columns = weight_NRC.shape
+    packed = linear_ops.empty_packed(rows, columns, weight_NRC.dtype, count=count)
+    for expert in range(count):
+        linear_ops.pack_linear_weight(weight_NRC[expert], packed[expert])
     return packed

@@ -70,12 +70,20 @@ class Linear(nn.Module):
         self.packed = linear_ops.pack_linear_weight(self.weight.data)
         self.weight = None
 
-    def multiply(self, x_TK: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x W^T + bias, [T, N]."""
+    def multiply(
+        self, x_TK: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return x W^T + bias, [T, N].
+
+        Args:
+            out_dtype: element type of the result; None is that of `x`. Values are rounded to that of
+                `x` in any case.
+        """
+        dtype = out_dtype or x_TK.dtype
         if self.packed is None:
             assert self.weight is not None
-            return F.linear(x_TK, self.weight, bias)
-        out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size)
+            return F.linear(x_TK, self.weight, bias).to(dtype)
+        out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size, dtype=dtype)
         linear_ops.linear(out_TN, x_TK, self.packed, bias)
         return out_TN
 

@@ -33,8 +33,8 @@ class LogitsProcessor(nn.Module):
 
     def forward(self, head: VocabMatrix, hidden_LE: Tensor) -> Tensor:
         """Return float32 [L, vocab_size] on every rank."""
-        logits_LV = self._tp.all_gather(head.multiply(hidden_LE, None), dim=-1)
-        logits_LV = logits_LV[:, : self.vocab_size].float()
+        own_LV = head.multiply(hidden_LE, None, out_dtype=torch.float32)
+        logits_LV = self._tp.all_gather(own_LV, dim=-1)[:, : self.vocab_size]
         if self.scale != 1.0:
             logits_LV = logits_LV * self.scale
         if self.soft_cap:

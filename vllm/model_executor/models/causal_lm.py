@@ -110,10 +110,8 @@ class CausalLM(nn.Module, ABC):
 
     def finish_loading(self) -> None:
         """See TextModel."""
-        for module in self.modules():
-            # An embedding that is only looked up stays as it is: rows lie together there.
-            if isinstance(module, VocabParallelEmbedding) and not self.shape.is_tied:
-                continue
+        # Packed weights lie behind one another in memory: in the order in which a step reads them.
+        for module in (*self.layers.modules(), self.lm_head or self.embed):
             if isinstance(module, Linear | FusedMoE):
                 module.pack()
 
