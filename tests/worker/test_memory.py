@@ -1,0 +1,101 @@
+"""How much the cache may take, and on which processors a rank runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm.errors import ConfigError, OutOfMemoryError
+from vllm.platforms import get_platform
+from vllm.platforms.cpu import parse_cpus
+from vllm.worker.memory import (
+    GIB,
+    choose_cpu_cache_bytes,
+    choose_gpu_cache_bytes,
+    count_useful_bytes,
+)
+from vllm.worker.threads import plan_threads
+
+
+def choose_gpu(others: float, fraction: float) -> tuple[float, str]:
+    """C44: a card of 24 GiB, own peak 2 GiB; free is what others and we leave."""
+    found, warning = choose_gpu_cache_bytes(
+        total_bytes=24 * GIB,
+        free_bytes=int((24 - others - 2) * GIB),
+        own_peak_bytes=2 * GIB,
+        utilization=fraction,
+    )
+    return found / GIB, warning
+
+
+@pytest.mark.parametrize(
+    ("others", "fraction", "expected", "warns"),
+    [(0, 0.4, 7.6, False), (10, 0.4, 7.6, False), (18, 0.4, 4.0, True), (1, 1.0, 21.0, True)],
+)
+def test_the_memory_fraction_is_this_instances_share(
+    others: float, fraction: float, expected: float, warns: bool
+) -> None:
+    found, warning = choose_gpu(others, fraction)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert bool(warning) == warns
+    if warns:
+        for number in (f"{fraction:g}", "24.00", "2.00", f"{expected:.2f} GiB are free"):
+            assert number in warning
+
+
+def test_no_memory_left_states_the_numbers() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"0\.05 of 24\.00 GiB .* 2\.00 GiB is -0\.80 GiB"):
+        choose_gpu(0, 0.05)
+    with pytest.raises(OutOfMemoryError):
+        choose_gpu(22, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("free", "useful", "ranks", "expected"),
+    [(100, 50, 1, 4), (5, 50, 1, 2), (100, 1, 1, 1), (5, 50, 2, 1), (0, 50, 1, 0)],
+)
+def test_a_cpu_cache_is_modest_by_default(
+    free: int, useful: int, ranks: int, expected: int
+) -> None:
+    found = choose_cpu_cache_bytes(
+        wanted_bytes=None, free_bytes=free * GIB, useful_bytes=useful * GIB, num_ranks=ranks
+    )
+    assert found == expected * GIB
+
+
+def test_a_cpu_cache_that_was_asked_for_is_given_or_refused() -> None:
+    sizes = {"free_bytes": 10 * GIB, "useful_bytes": GIB}
+    assert choose_cpu_cache_bytes(wanted_bytes=6 * GIB, **sizes) == 6 * GIB
+    with pytest.raises(OutOfMemoryError, match=r"12\.00 GiB .* 10\.00 GiB"):
+        choose_cpu_cache_bytes(wanted_bytes=12 * GIB, **sizes)
+
+
+def test_useful_bytes_count_whole_blocks() -> None:
+    assert count_useful_bytes(100, 16, 3, 17) == 100 * 32 * 3
+
+
+def test_threads_are_shared_out_or_bound() -> None:
+    cpus = (0, 1, 2, 3, 4)
+    assert plan_threads("all", 0, 2, cpus) == ((0, 1), False)
+    assert plan_threads("all", 1, 2, cpus) == ((2, 3), False)
+    assert plan_threads("all", 7, 8, (0, 1)) == ((1,), False)
+    assert plan_threads("0-1|3,4", 1, 2, cpus) == ((3, 4), True)
+
+
+@pytest.mark.parametrize("bind", ["0-1", "0-1|x", "0-1|9", "0-1|"])
+def test_bad_thread_lists_are_clear_errors(bind: str) -> None:
+    with pytest.raises(ConfigError, match="VLLM_CPU_OMP_THREADS_BIND"):
+        plan_threads(bind, 1, 2, (0, 1, 2, 3))
+
+
+def test_cpu_lists() -> None:
+    assert parse_cpus("0-3, 6,2") == (0, 1, 2, 3, 6)
+
+
+def test_the_cpu_platform_describes_this_machine() -> None:
+    platform = get_platform("cpu")
+    memory = platform.get_memory()
+    assert 0 < memory.free_bytes <= memory.total_bytes
+    assert platform.get_device_name()
+    assert platform.get_device_capability() is None
+    with pytest.raises(ConfigError, match="'tpu'"):
+        get_platform("tpu")
