@@ -1,14 +1,13 @@
 """The HTTP routes. No logic: each hands its body to a serving class and sends what comes back.
 
-`launcher.py` builds the app once the engine runs; `python -m vllm.entrypoints.openai.api_server` starts
-it all, as `vllm serve` does.
+`launcher.py` builds the app once the engine runs; `python -m vllm.entrypoints.openai.api_server`
+starts it all, as `vllm serve` does.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_request import ChatCompletionRequest
 from vllm.entrypoints.openai.client_connection import ClientConnection, run_while_connected
 from vllm.entrypoints.openai.completion_request import CompletionRequest
@@ -40,25 +38,13 @@ from vllm.entrypoints.openai.middleware import (
 )
 from vllm.entrypoints.openai.response import encode_json
 from vllm.entrypoints.openai.server_args import ServerArgs
-from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
-from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
-from vllm.entrypoints.openai.serving_tokens import OpenAIServingTokenization
+from vllm.entrypoints.openai.server_state import ServerState
 from vllm.entrypoints.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
 from vllm.version import __version__
 
 _CLIENT_GONE = 499
 
 router = APIRouter()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerState:
-    """What the routes use."""
-
-    engine: EngineClient
-    chat: OpenAIServingChat
-    completion: OpenAIServingCompletion
-    tokens: OpenAIServingTokenization
 
 
 def _state(request: Request) -> ServerState:
@@ -163,8 +149,8 @@ async def _answer_http_exception(request: Request, cause: Exception) -> Response
 def build_app(state: ServerState, args: ServerArgs) -> FastAPI:
     """Return the application.
 
-    The layer that is added last is the outermost: the watch on the connection, request ids, the user's
-    middleware in reverse order, CORS, the API key.
+    The layer that is added last is the outermost: the watch on the connection, request ids, the
+    user's middleware in reverse order, CORS, the API key.
 
     Raises:
         ConfigError: --middleware names nothing that can be used.
@@ -197,6 +183,6 @@ def build_app(state: ServerState, args: ServerArgs) -> FastAPI:
 
 
 if __name__ == "__main__":
-    from vllm.entrypoints.cli.serve import serve_module  # noqa: PLC0415  only as a program
+    from vllm.entrypoints.cli.serve import serve_module
 
     sys.exit(serve_module())

@@ -39,7 +39,7 @@ class CompletionRequest(SamplingFields):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]
         return list(self.prompt)
 
     def to_sampling_params(self, *, is_delta: bool) -> SamplingParams:

@@ -48,11 +48,12 @@ class ClientDisconnected(Exception):
     """The client went away; nobody reads the answer."""
 
 
-_OPENAI_TYPES = {
-    HTTPStatus.BAD_REQUEST: "invalid_request_error",
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-}
+def _openai_type(status: HTTPStatus) -> str:
+    if status is HTTPStatus.UNAUTHORIZED:
+        return "authentication_error"
+    if status is HTTPStatus.NOT_FOUND:
+        return "not_found_error"
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
 
 
 def model_not_found(name: str, served: Sequence[str]) -> ApiError:
@@ -97,7 +98,7 @@ def error_body(error: ApiError) -> ErrorResponse:
     return ErrorResponse(
         error=ErrorInfo(
             message=str(error),
-            type=_OPENAI_TYPES.get(error.status, "server_error"),
+            type=_openai_type(error.status),
             param=error.param,
             code=error.code,
         ),
@@ -133,6 +134,8 @@ def _problem(problem: Mapping[str, Any]) -> tuple[str | None, str]:
         cause = problem.get("ctx", {}).get("error", "")
         return None, f"The body is not valid JSON: {cause} (at character {problem['loc'][-1]})"
     path = [str(part) for part in problem["loc"] if part != "body"]
+    if not path and kind in ("model_attributes_type", "dict_type"):
+        return None, "The body must be a JSON object, sent as Content-Type: application/json."
     if not path:
         field, colon, _ = text.partition(":")
         return (field if colon and field.isidentifier() else None), text

@@ -1,6 +1,7 @@
 """The ASGI layers of the server: API key, request ids, and what users add with --middleware.
 
-Our own are plain ASGI: they cost a function call and hide nothing. `api_server.py` puts them in order.
+Our own are plain ASGI: they cost a function call and hide nothing. `api_server.py` puts them in
+order.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def add_user_middleware(app: Starlette, path: str) -> None:
     except (ImportError, AttributeError, ValueError) as cause:
         raise ConfigError(f"--middleware {path!r}: cannot be imported: {cause}") from cause
     if inspect.isclass(found):
-        app.add_middleware(found)
+        app.add_middleware(found)  # type: ignore[arg-type]
     elif inspect.iscoroutinefunction(found):
         app.add_middleware(BaseHTTPMiddleware, dispatch=found)
     else:

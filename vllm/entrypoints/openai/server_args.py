@@ -97,28 +97,29 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     _add_log_args(parser)
 
 
+def _add_text(group: argparse._ArgumentGroup, name: str, *, help: str) -> None:
+    group.add_argument(name, type=_nullable, default=None, help=help)
+
+
 def _add_network_args(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group("HTTP server")
-    text = {"type": _nullable, "default": None}
-    group.add_argument("--host", help="address to listen on; all IPv4 addresses if unset", **text)
+    _add_text(group, "--host", help="address to listen on; all IPv4 addresses if unset")
     group.add_argument("--port", type=_port, default=8000, help="TCP port; 0 takes a free one")
-    group.add_argument(
+    _add_text(
+        group,
         "--api-key",
         help="token that clients must send on every path but /health; VLLM_API_KEY wins",
-        **text,
     )
-    group.add_argument("--ssl-keyfile", help="TLS private key", **text)
-    group.add_argument("--ssl-certfile", help="TLS certificate", **text)
-    group.add_argument(
-        "--ssl-ca-certs", help="TLS authorities that sign client certificates", **text
-    )
+    _add_text(group, "--ssl-keyfile", help="TLS private key")
+    _add_text(group, "--ssl-certfile", help="TLS certificate")
+    _add_text(group, "--ssl-ca-certs", help="TLS authorities that sign client certificates")
     group.add_argument(
         "--ssl-cert-reqs",
         type=int,
         default=int(ssl.CERT_NONE),
         help="whether clients need a certificate: 0 no, 1 optional, 2 yes",
     )
-    group.add_argument("--root-path", help="path prefix that a proxy in front removes", **text)
+    _add_text(group, "--root-path", help="path prefix that a proxy in front removes")
     group.add_argument(
         "--middleware",
         action="append",

@@ -1,0 +1,93 @@
+"""The FX-CHAIN tokenizer, and a server around an engine that writes what a test tells it to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.utils.fixtures_models import build_chain_tokenizer
+from tests.utils.http_server import serve_engine
+from tests.utils.scripted_engine import ScriptedEngine
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}tools {{ tools | length }}\n{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chain_tokenizer() -> Any:
+    """The tokenizer of FX-CHAIN with a plain chat template."""
+    return build_chain_tokenizer(CHAT_TEMPLATE)
+
+
+class Client:
+    """A scripted engine behind a real server."""
+
+    def __init__(self, engine: ScriptedEngine, url: str) -> None:
+        self.engine = engine
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=20)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """POST a JSON body; the model is filled in."""
+        return self.http.post(path, json={"model": "chain", **body})
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """Return the body of a text completion that must succeed."""
+        return self._must_succeed(self.post("/v1/completions", **body))
+
+    def chat(self, content: str = "hi", **body: Any) -> dict[str, Any]:
+        """Return the body of a chat completion that must succeed."""
+        messages = [{"role": "user", "content": content}]
+        return self._must_succeed(
+            self.post("/v1/chat/completions", **{"messages": messages, **body})
+        )
+
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Return the events of a stream that must end with [DONE]."""
+        reply = self.post(path, stream=True, **body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        return parse_events(reply.text)
+
+    @staticmethod
+    def _must_succeed(reply: httpx.Response) -> dict[str, Any]:
+        assert reply.status_code == 200, reply.text
+        return json.loads(reply.text, parse_constant=_refuse)
+
+
+def _refuse(text: str) -> None:
+    raise AssertionError(f"{text} is not JSON")
+
+
+def parse_events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a whole stream, without the final [DONE]."""
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert events[-1] == "[DONE]", events[-3:]
+    return [json.loads(event, parse_constant=_refuse) for event in events[:-1]]
+
+
+@pytest.fixture
+def serve(chain_tokenizer: Any) -> Iterator[Any]:
+    """A function that serves a scripted engine: serve(answer, engine options…, flags={…})."""
+    running = []
+
+    def start(
+        answer: Any = "hello", *, flags: dict[str, Any] | None = None, **options: Any
+    ) -> Client:
+        engine = ScriptedEngine(chain_tokenizer, answer, **options)
+        context = serve_engine(engine, **(flags or {}))
+        client = Client(engine, context.__enter__())
+        running.append((client, context))
+        return client
+
+    yield start
+    for client, context in running:
+        client.http.close()
+        context.__exit__(None, None, None)
