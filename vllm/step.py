@@ -51,7 +51,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: prompt and all tokens generated so far.
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: how many already have their cache rows (prefix hit, fork).
-        block_ids: for each group, the block table, all of it.
+        block_ids: for each group, the block table, all of it; -1 where nothing is stored.
         logits_processors: user callables (in-process engine only), else empty.
     """
 
@@ -79,7 +79,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         num_computed_tokens: cache rows that exist before the step.
         num_new_tokens: tokens processed in the step; ids come from the worker's own row.
-        new_block_ids: for each group, blocks appended to the table (empty for rows in new_rows).
+        new_block_ids: for each group, blocks appended to the table (empty for rows in new_rows); -1
+            stands for tokens that need not be stored.
         num_samples: 0 while the prompt is unfinished, 1 as a rule, n where n branches fork here.
     """
 
@@ -93,16 +94,19 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step, in the order in which the workers apply it.
 
-    1. rows in `dropped` leave (finished, aborted, preempted); 2. `new_rows` enter; 3. `copies` run;
-    4. `rows` are computed. A row whose last id is not yet known on the host (overlap) takes it from
-    the worker's own memory of the previous step.
+    1. rows in `dropped` leave (finished, aborted, preempted); 2. the bytes of `zero_superblocks` are
+    zeroed; 3. `new_rows` enter; 4. `copies` run; 5. `rows` are computed. A row whose last id is not yet
+    known on the host (overlap) takes it from the worker's own memory of the previous step.
 
     Attributes:
+        zero_superblocks: superblocks whose bytes belonged to another group before.
+        rows: rows with one new token first.
         token_masks: for rows under a grammar, the packed bitmask of allowed ids, int32 words as bytes.
     """
 
     step: int
     dropped: list[int] = msgspec.field(default_factory=list)
+    zero_superblocks: list[int] = msgspec.field(default_factory=list)
     new_rows: list[NewRow] = msgspec.field(default_factory=list)
     copies: list[BlockCopy] = msgspec.field(default_factory=list)
     rows: list[PlanRow] = msgspec.field(default_factory=list)

@@ -1,0 +1,428 @@
+"""The KV cache as the scheduler sees it: one face over all groups.
+
+Called by `core/scheduler.py`. It matches prefixes, grows and frees the block tables of sequences, and
+evicts cached blocks when room is needed. Every call either does all it was asked or leaves no trace.
+It never preempts a sequence and knows no budget; block ids are its only output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.cache_spec import CacheLayout, Full, KVCacheGroup
+from vllm.core.block.arena import ArenaShadow, SuperblockArena
+from vllm.core.block.table import make_block_managers
+from vllm.core.eviction import choose_victims
+from vllm.core.need import count_fresh, count_superblocks, peak_blocks
+from vllm.core.prefix_index import (
+    NO_HIT,
+    PrefixEntry,
+    PrefixHit,
+    PrefixIndex,
+    describe_geometry,
+    resumed_tables,
+)
+from vllm.sequence import NO_BLOCK, SequenceCache
+from vllm.step import BlockCopy
+
+DEFAULT_GRAIN_TOKENS = 64
+
+NewBlocks = tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupUsage:
+    """Where the blocks of one group are.
+
+    Attributes:
+        num_held_blocks: blocks of sequences that run.
+        num_cached_blocks: blocks kept only for prefix hits; they are given up when room is needed.
+        num_free_slots: unused slots in the group's own superblocks.
+    """
+
+    name: str
+    block_tokens: int
+    blocks_per_superblock: int
+    num_superblocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    num_free_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Room found for a new or resumed sequence.
+
+    Attributes:
+        num_computed: tokens of its prefix hit.
+        num_new: tokens of its first step.
+        tables: block tables of the hit.
+        shared: (group, block) pairs in them.
+        victims: cached entries to be evicted.
+    """
+
+    num_computed: int
+    num_new: int
+    tables: list[list[int]]
+    shared: list[tuple[int, int]]
+    victims: list[PrefixEntry]
+
+
+class CacheManager:
+    """Block tables, prefix hits and eviction for a list of groups over one arena.
+
+    Attributes:
+        num_query_tokens: prompt tokens looked up in the prefix index so far.
+        num_hit_tokens: those that were found.
+        grain_tokens: h, tokens of the smallest cached unit.
+        no_blocks: one empty list for each group; what a row gets that needs no new block.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        layout: CacheLayout,
+        *,
+        enable_prefix_caching: bool,
+        grain_tokens: int = DEFAULT_GRAIN_TOKENS,
+    ) -> None:
+        self._layout = layout
+        self._managers = make_block_managers(groups)
+        self._groups = range(len(self._managers))
+        self.arena = SuperblockArena(
+            [group.blocks_per_superblock for group in layout.groups], layout.num_superblocks
+        )
+        grain = math.lcm(*(manager.block_tokens for manager in self._managers))
+        if not all(isinstance(group.lifetime, Full) for group in groups):
+            grain = math.lcm(grain, grain_tokens)
+        self._index = (
+            PrefixIndex(self._managers, geometry=describe_geometry(groups), grain_tokens=grain)
+            if enable_prefix_caching
+            else None
+        )
+        self.grain_tokens = grain
+        self._pinned: list[tuple[int, int]] = []
+        self.no_blocks: NewBlocks = tuple([] for _ in groups)
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+
+    @property
+    def has_prefix_index(self) -> bool:
+        """Whether prefixes are cached."""
+        return self._index is not None
+
+    @property
+    def usage(self) -> float:
+        """Share of the arena that running sequences hold; cached blocks are not counted."""
+        held = sum(
+            self.arena.num_held_blocks(g) / self.arena.blocks_per_superblock[g]
+            for g in self._groups
+        )
+        return held / max(1, self.arena.num_superblocks)
+
+    def group_usage(self) -> tuple[GroupUsage, ...]:
+        """Return where the blocks of each group are."""
+        arena = self.arena
+        return tuple(
+            GroupUsage(
+                name=group.name,
+                block_tokens=group.block_tokens,
+                blocks_per_superblock=group.blocks_per_superblock,
+                num_superblocks=arena.num_owned_superblocks(g),
+                num_held_blocks=arena.num_held_blocks(g),
+                num_cached_blocks=arena.num_cached_blocks(g),
+                num_free_slots=arena.num_free_slots[g],
+            )
+            for g, group in enumerate(self._layout.groups)
+        )
+
+    def fits_empty(self, num_tokens: int, max_chunk: int) -> bool:
+        """Whether one sequence of `num_tokens` cache rows fits when nothing else is there."""
+        needs = peak_blocks(self._managers, num_tokens, max_chunk)
+        return count_superblocks(needs, self.arena.blocks_per_superblock) <= (
+            self.arena.num_superblocks
+        )
+
+    def match(
+        self, cache: SequenceCache, token_ids: Sequence[int], max_tokens: int
+    ) -> PrefixHit:
+        """Return the longest cached prefix of `token_ids` of at most `max_tokens`; changes nothing."""
+        if self._index is None:
+            return NO_HIT
+        nodes = self._index.match(cache.chain, token_ids, max_tokens, cache.salt)
+        if not nodes:
+            return NO_HIT
+        return PrefixHit(num_tokens=len(nodes) * self.grain_tokens, nodes=tuple(nodes))
+
+    def record_query(self, num_tokens: int, hit: PrefixHit) -> None:
+        """Count an admitted prompt in the hit statistics."""
+        self.num_query_tokens += num_tokens
+        self.num_hit_tokens += hit.num_tokens
+
+    def growth_blocks(self, num_tokens: int) -> list[int]:
+        """Return, for each group, blocks enough for `num_tokens` more tokens spread over sequences."""
+        return [manager.num_entries(num_tokens) for manager in self._managers]
+
+    def remaining_blocks(self, cache: SequenceCache, num_tokens: int) -> list[int]:
+        """Return, for each group, the blocks a sequence will still ask for up to `num_tokens`."""
+        return [
+            max(0, manager.num_entries(num_tokens) - len(table))
+            for manager, table in zip(self._managers, cache.tables, strict=True)
+        ]
+
+    def plan_admission(
+        self,
+        hit: PrefixHit,
+        num_new: int,
+        *,
+        goal_tokens: int,
+        max_chunk: int,
+        reserve: Sequence[int],
+    ) -> Admission | None:
+        """Find room for a sequence that resumes from `hit` and computes `num_new` tokens; change nothing.
+
+        Args:
+            goal_tokens: length up to which the sequence must find room, now or by evicting.
+            max_chunk: most tokens of it in one step.
+            reserve: for each group, blocks that must stay obtainable beside it for others.
+
+        Returns:
+            What `commit_admission` carries out before any other change, or None if there is no room.
+        """
+        tables, shared = resumed_tables(self._managers, hit, self.grain_tokens)
+        goals = peak_blocks(self._managers, goal_tokens, max_chunk)
+        wanted = [
+            max(0, goal - sum(block != NO_BLOCK for block in table)) + extra
+            for goal, table, extra in zip(goals, tables, reserve, strict=True)
+        ]
+        shadow = ArenaShadow(self.arena)
+        for group, block in shared:
+            if self.arena.ref_count(group, block) == 0:
+                shadow.hold(group, block)
+        if not shadow.fits_after_eviction(wanted):
+            return None
+        lens = [len(table) for table in tables]
+        needs = count_fresh(self._managers, lens, hit.num_tokens, num_new)
+        protected = {entry for node in hit.nodes if node for entry in node.entries if entry}
+        victims = choose_victims(self._index, shadow, needs, protected)
+        if victims is None:
+            return None
+        return Admission(
+            num_computed=hit.num_tokens,
+            num_new=num_new,
+            tables=tables,
+            shared=shared,
+            victims=victims,
+        )
+
+    def commit_admission(self, cache: SequenceCache, admission: Admission) -> None:
+        """Give an empty cache the blocks of its prefix hit and of its first step."""
+        num_computed = admission.num_computed
+        for group, block in admission.shared:
+            self._hold(group, block)
+        self._evict(admission.victims)
+        cache.tables = admission.tables
+        cache.num_dead = [
+            manager.first_resumed_entry(num_computed) if num_computed else 0
+            for manager in self._managers
+        ]
+        cache.num_published_tokens = num_computed
+        self._grow(cache, num_computed, admission.num_new)
+
+    def extend(
+        self, cache: SequenceCache, num_computed: int, num_new: int, copies: list[BlockCopy]
+    ) -> NewBlocks | None:
+        """Grow the tables of a sequence for a step of `num_new` tokens after `num_computed`.
+
+        Blocks that no later step reads are given back first. Copies that a fork asked for are added to
+        `copies`.
+
+        Returns:
+            The entries appended to each group's table, or None, with nothing changed, if there is no
+            room even after eviction.
+        """
+        self._give_back_dead(cache, num_computed)
+        lens = [len(table) for table in cache.tables]
+        needs = count_fresh(self._managers, lens, num_computed, num_new)
+        adopted = self._adoptable_sources(cache)
+        for group in adopted:
+            needs[group] -= 1
+        if not self.arena.fits(needs):
+            victims = choose_victims(self._index, ArenaShadow(self.arena), needs, ())
+            if victims is None:
+                return None
+            self._evict(victims)
+        for group in adopted:
+            cache.tables[group].append(cache.copy_sources[group])
+            cache.copy_sources[group] = NO_BLOCK
+        self._grow(cache, num_computed, num_new)
+        if cache.copy_sources:
+            self._copy_sources(cache, lens, copies)
+        return tuple(table[old:] for table, old in zip(cache.tables, lens, strict=True))
+
+    def publish(self, cache: SequenceCache, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Offer the full grains among the first `num_tokens`, all computed, to the prefix index."""
+        index = self._index
+        if index is None:
+            return
+        grain = self.grain_tokens
+        first, last = cache.num_published_tokens // grain, num_tokens // grain
+        index.extend_chain(cache.chain, token_ids, last, cache.salt)
+        self._republish(cache)
+        for number in range(first, last):
+            if not self._register(cache, number):
+                cache.duplicates.append(number)
+        cache.num_published_tokens = last * grain
+
+    def fork(self, cache: SequenceCache, num_tokens: int) -> SequenceCache | None:
+        """Return a cache that shares the first `num_tokens` rows of `cache`.
+
+        Full blocks are shared; the rows of a partial last block are copied when the branch first grows.
+        None if some group cannot be shared; the branch then starts without a cache.
+        """
+        if not all(manager.is_append_only for manager in self._managers):
+            return None
+        tables: list[list[int]] = []
+        sources: list[int] = []
+        for manager, table in zip(self._managers, cache.tables, strict=True):
+            num_full, num_rest = divmod(num_tokens, manager.block_tokens)
+            tables.append(table[:num_full])
+            sources.append(table[num_full] if num_rest else NO_BLOCK)
+        for group in self._groups:
+            for block in (*tables[group], sources[group]):
+                if block != NO_BLOCK:
+                    self._hold(group, block)
+        num_published = min(cache.num_published_tokens, num_tokens // self.grain_tokens * self.grain_tokens)
+        return SequenceCache(
+            salt=cache.salt,
+            tables=tables,
+            num_dead=list(cache.num_dead),
+            copy_sources=sources if any(s != NO_BLOCK for s in sources) else [],
+            stable_tokens=0,
+            num_published_tokens=num_published,
+            chain=cache.chain[: num_tokens // self.grain_tokens],
+            duplicates=[d for d in cache.duplicates if (d + 1) * self.grain_tokens <= num_published],
+        )
+
+    def free(self, cache: SequenceCache) -> None:
+        """Give back everything a sequence holds, its end first; its chain of keys stays."""
+        self._republish(cache)
+        for group, block in enumerate(cache.copy_sources):
+            if block != NO_BLOCK:
+                self._drop(group, block)
+        duplicates = set(cache.duplicates)
+        num_tokens = max(
+            (
+                len(table) * manager.block_tokens
+                for manager, table in zip(self._managers, cache.tables, strict=False)
+            ),
+            default=0,
+        )
+        for number in range(-(-num_tokens // self.grain_tokens) - 1, -1, -1):
+            for group, table in enumerate(cache.tables):
+                per_grain = self.grain_tokens // self._managers[group].block_tokens
+                for block in reversed(table[number * per_grain : (number + 1) * per_grain]):
+                    if block != NO_BLOCK:
+                        self._drop(group, block)
+            if number in duplicates and self._index is not None:
+                self._index.touch(cache.chain[number][0])
+        cache.tables = []
+        cache.num_dead = []
+        cache.copy_sources = []
+        cache.duplicates = []
+        cache.stable_tokens = 0
+        cache.num_published_tokens = 0
+
+    def finish_step(self) -> list[int]:
+        """End the planning of a step; return the superblocks that must be zeroed before it runs."""
+        for group, block in self._pinned:
+            self._drop(group, block)
+        self._pinned.clear()
+        return self.arena.take_changed_owner()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; blocks of running sequences stay theirs."""
+        if self._index is not None:
+            for entry in self._index.clear():
+                for block in entry.block_ids:
+                    self.arena.reclaim(entry.group, block)
+
+    def _grow(self, cache: SequenceCache, num_computed: int, num_new: int) -> None:
+        """Append the entries of a step to every table; there is room."""
+        total = num_computed + num_new
+        stable = []
+        for group, manager in enumerate(self._managers):
+            table = cache.tables[group]
+            skip_start, skip_end = manager.skipped_entries(num_computed, num_new)
+            for position in range(len(table), manager.num_entries(total)):
+                if skip_start <= position < skip_end:
+                    table.append(NO_BLOCK)
+                else:
+                    table.append(self.arena.allocate(group))
+            stable.append(manager.stable_tokens(total))
+        cache.stable_tokens = min(stable)
+
+    def _give_back_dead(self, cache: SequenceCache, num_computed: int) -> None:
+        for group, manager in enumerate(self._managers):
+            table = cache.tables[group]
+            end = min(manager.num_dead_entries(num_computed), len(table))
+            for position in range(max(cache.num_dead[group], manager.first_mortal_entry), end):
+                if table[position] != NO_BLOCK:
+                    self._drop(group, table[position])
+                    table[position] = NO_BLOCK
+            cache.num_dead[group] = max(cache.num_dead[group], end)
+
+    def _adoptable_sources(self, cache: SequenceCache) -> list[int]:
+        """Return groups whose shared partial block has no other holder left: no copy is needed."""
+        return [
+            group
+            for group, block in enumerate(cache.copy_sources)
+            if block != NO_BLOCK and self.arena.ref_count(group, block) == 1
+        ]
+
+    def _copy_sources(
+        self, cache: SequenceCache, lens: Sequence[int], copies: list[BlockCopy]
+    ) -> None:
+        """Order the copies of shared partial blocks; the sources stay pinned until the step is planned."""
+        for group, source in enumerate(cache.copy_sources):
+            if source != NO_BLOCK:
+                target = cache.tables[group][lens[group]]
+                copies.append(BlockCopy(group=group, source=source, target=target))
+                self._pinned.append((group, source))
+        cache.copy_sources = []
+
+    def _evict(self, victims: Sequence[PrefixEntry]) -> None:
+        for entry in victims:
+            assert self._index is not None, "victims come from the index"
+            self._index.evict(entry)
+            for block in entry.block_ids:
+                self.arena.reclaim(entry.group, block)
+
+    def _register(self, cache: SequenceCache, number: int) -> bool:
+        """Offer one grain; False if the index has the content in other blocks for some group."""
+        assert self._index is not None, "only published grains are registered"
+        is_new = True
+        for group, manager in enumerate(self._managers):
+            per_grain = self.grain_tokens // manager.block_tokens
+            blocks = tuple(cache.tables[group][number * per_grain : (number + 1) * per_grain])
+            if NO_BLOCK not in blocks:
+                is_new &= self._index.register(cache.chain[number], group, blocks)
+        return is_new
+
+    def _republish(self, cache: SequenceCache) -> None:
+        """Take over grains whose earlier owner has been evicted, so that what follows stays reachable."""
+        if cache.duplicates:
+            cache.duplicates = [d for d in cache.duplicates if not self._register(cache, d)]
+
+    def _hold(self, group: int, block: int) -> None:
+        if self.arena.hold(group, block):
+            assert self._index is not None, "only cached blocks have no holder"
+            self._index.note_held(group, block)
+
+    def _drop(self, group: int, block: int) -> None:
+        if self.arena.release(group, block) and not (
+            self._index is not None and self._index.note_released(group, block)
+        ):
+            self.arena.reclaim(group, block)

@@ -1,0 +1,53 @@
+"""Which cached blocks go when room is needed.
+
+Called by `core/cache_manager.py`. Works on a shadow of the arena, so that a refused plan leaves no
+trace; it evicts nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from vllm.core.block.arena import ArenaShadow
+from vllm.core.prefix_index import PrefixEntry, PrefixIndex
+
+
+def choose_victims(
+    index: PrefixIndex | None,
+    shadow: ArenaShadow,
+    needs: Sequence[int],
+    protected: Container[PrefixEntry],
+) -> list[PrefixEntry] | None:
+    """Return the cached entries to evict so that `needs` fit, none too many; None if they cannot.
+
+    Entries are taken in eviction order on the shadow until the needs fit; then every one that turns
+    out not to be needed is given back, the one that would have gone last first. What remains frees
+    slots of the right group or completes a superblock.
+
+    Args:
+        shadow: consumed; holds supposed before the call count.
+        needs: new blocks of each group.
+        protected: entries that must stay.
+    """
+    if shadow.fits(needs):
+        return []
+    if index is None or not shadow.fits_after_eviction(needs):
+        return None
+    taken: list[PrefixEntry] = []
+    for entry in index.victims(protected):
+        for block in entry.block_ids:
+            shadow.evict(entry.group, block)
+        taken.append(entry)
+        if shadow.fits(needs):
+            break
+    else:
+        return None
+    victims = [taken.pop()]
+    for entry in reversed(taken):
+        for block in entry.block_ids:
+            shadow.restore(entry.group, block)
+        if not shadow.fits(needs):
+            for block in entry.block_ids:
+                shadow.evict(entry.group, block)
+            victims.append(entry)
+    return victims

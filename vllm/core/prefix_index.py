@@ -1,0 +1,266 @@
+"""Prefix index: which blocks hold the cache rows of which token prefix.
+
+Called by `core/cache_manager.py` only. A token history is cut into grains of h tokens; each full
+grain has a key that chains everything before it (SHA-256), and every group registers its blocks of the
+grain under that key. It counts no references and frees nothing: it says what can be resumed, keeps the
+order of eviction, and hands out victims.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm.cache_spec import KVCacheGroup
+from vllm.core.block.abstract import BlockManager
+from vllm.sequence import NO_BLOCK
+
+ChainKey = tuple[bytes, bytes]
+"""(digest of the history up to the end of a grain, the grain's own tokens as bytes)."""
+
+
+class PrefixNode:
+    """One grain of one history.
+
+    Attributes:
+        digest: key of the history up to the end of the grain.
+        tokens: the grain's tokens as bytes, compared on every hit.
+        entries: for each group, its blocks of the grain, or None.
+    """
+
+    __slots__ = ("digest", "entries", "tokens")
+
+    def __init__(self, digest: bytes, tokens: bytes, num_groups: int) -> None:
+        self.digest = digest
+        self.tokens = tokens
+        self.entries: list[PrefixEntry | None] = [None] * num_groups
+
+
+class PrefixEntry:
+    """The blocks of one group for one grain.
+
+    Attributes:
+        num_held: how many of its blocks some sequence holds; 0 makes the entry evictable.
+    """
+
+    __slots__ = ("block_ids", "group", "node", "num_held")
+
+    def __init__(self, node: PrefixNode, group: int, block_ids: tuple[int, ...]) -> None:
+        self.node = node
+        self.group = group
+        self.block_ids = block_ids
+        self.num_held = len(block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHit:
+    """A cached prefix that a sequence can resume from; valid until the index next changes.
+
+    Attributes:
+        num_tokens: its length, a multiple of the grain.
+        nodes: its grains; None where nothing of a grain is cached and no group needs it.
+    """
+
+    num_tokens: int = 0
+    nodes: tuple[PrefixNode | None, ...] = ()
+
+
+NO_HIT = PrefixHit()
+
+
+def resumed_tables(
+    managers: Sequence[BlockManager], hit: PrefixHit, grain_tokens: int
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Return the block tables that a hit gives, and the (group, block) pairs in them."""
+    tables: list[list[int]] = [[] for _ in managers]
+    shared: list[tuple[int, int]] = []
+    if not hit.num_tokens:
+        return tables, shared
+    for group, manager in enumerate(managers):
+        table = tables[group]
+        per_grain = grain_tokens // manager.block_tokens
+        for node in hit.nodes:
+            entry = node.entries[group] if node else None
+            table.extend(entry.block_ids if entry else [NO_BLOCK] * per_grain)
+        first = manager.first_resumed_entry(hit.num_tokens)
+        for position in range(manager.first_mortal_entry, first):
+            table[position] = NO_BLOCK
+        shared.extend((group, block) for block in table if block != NO_BLOCK)
+    return tables, shared
+
+
+def describe_geometry(groups: Sequence[KVCacheGroup]) -> bytes:
+    """Return what a cached row's meaning depends on beside its tokens: layers, shapes, dtypes, windows."""
+    parts = [
+        f"{group.name}|{group.lifetime}|{group.block_tokens}|"
+        + ";".join(
+            f"{place.layer}.{place.field.name}{place.field.shape}{place.field.dtype.value}"
+            for place in group.places
+        )
+        for group in groups
+    ]
+    return "\n".join(parts).encode()
+
+
+class PrefixIndex:
+    """Chain keys, nodes, and the order of eviction.
+
+    The order is least recently used first, and among blocks used last by the same sequence the deepest
+    first, because a sequence gives its blocks back from its end to its start.
+
+    Attributes:
+        grain_tokens: h, a multiple of every group's block_tokens.
+    """
+
+    def __init__(
+        self, managers: Sequence[BlockManager], *, geometry: bytes, grain_tokens: int
+    ) -> None:
+        self.grain_tokens = grain_tokens
+        self._managers = tuple(managers)
+        self._geometry = geometry
+        self._roots: dict[str, bytes] = {}
+        self._nodes: dict[bytes, PrefixNode] = {}
+        self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
+        self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def extend_chain(
+        self, chain: list[ChainKey], token_ids: Sequence[int], num_grains: int, salt: str
+    ) -> None:
+        """Append keys to `chain` until it has `num_grains`, all of whose tokens are in `token_ids`."""
+        grain = self.grain_tokens
+        digest = chain[-1][0] if chain else self._root(salt)
+        for index in range(len(chain), num_grains):
+            tokens = array("i", token_ids[index * grain : (index + 1) * grain]).tobytes()
+            digest = hashlib.sha256(digest + tokens).digest()
+            chain.append((digest, tokens))
+
+    def match(
+        self, chain: list[ChainKey], token_ids: Sequence[int], max_tokens: int, salt: str
+    ) -> list[PrefixNode | None]:
+        """Return the grains of the longest prefix, at most `max_tokens`, at which every group can resume.
+
+        `chain` is extended as far as the search went. One walk up finds the runs of each group's
+        entries, one scan down takes the first position that satisfies all. A grain of which nothing is
+        cached is None; that happens only where no group needs it.
+        """
+        grain = self.grain_tokens
+        num_groups = len(self._managers)
+        whole = [g for g, manager in enumerate(self._managers) if manager.needs_whole_prefix]
+        nodes: list[PrefixNode | None] = []
+        run_starts: list[tuple[int, ...]] = []
+        starts = [0] * num_groups
+        head_runs = [0] * num_groups
+        for index in range(max_tokens // grain):
+            if index == len(chain):
+                self.extend_chain(chain, token_ids, index + 1, salt)
+            digest, tokens = chain[index]
+            node = self._nodes.get(digest)
+            if node is not None and node.tokens != tokens:
+                node = None
+            if whole and (node is None or any(node.entries[g] is None for g in whole)):
+                break
+            end = (index + 1) * grain
+            for group in range(num_groups):
+                if node is None or node.entries[group] is None:
+                    starts[group] = end
+                elif head_runs[group] == end - grain:
+                    head_runs[group] = end
+            nodes.append(node)
+            run_starts.append(tuple(starts))
+        for index in range(len(nodes) - 1, -1, -1):
+            position = (index + 1) * grain
+            if all(
+                manager.can_resume(position, start, min(head, position))
+                for manager, start, head in zip(
+                    self._managers, run_starts[index], head_runs, strict=True
+                )
+            ):
+                return nodes[: index + 1]
+        return []
+
+    def node(self, digest: bytes) -> PrefixNode | None:
+        """Return the node of a key, or None."""
+        return self._nodes.get(digest)
+
+    def register(self, key: ChainKey, group: int, block_ids: tuple[int, ...]) -> bool:
+        """Record held blocks as the content of a grain; False if the group already has some there."""
+        digest, tokens = key
+        node = self._nodes.get(digest)
+        if node is None:
+            node = self._nodes[digest] = PrefixNode(digest, tokens, len(self._managers))
+        if node.entries[group] is not None:
+            return False
+        entry = node.entries[group] = PrefixEntry(node, group, block_ids)
+        entry_of = self._entry_of[group]
+        for block in block_ids:
+            entry_of[block] = entry
+        return True
+
+    def note_held(self, group: int, block: int) -> None:
+        """A cached block got its first reference: its entry cannot be evicted."""
+        entry = self._entry_of[group][block]
+        if entry.num_held == 0:
+            del self._evictable[entry]
+        entry.num_held += 1
+
+    def note_released(self, group: int, block: int) -> bool:
+        """A block lost its last reference; return whether its content stays (it has an entry)."""
+        entry = self._entry_of[group].get(block)
+        if entry is None:
+            return False
+        entry.num_held -= 1
+        if entry.num_held == 0:
+            self._evictable[entry] = None
+        return True
+
+    def touch(self, digest: bytes) -> None:
+        """Count a use of the entries of a grain by someone who holds other blocks of the same content."""
+        node = self._nodes.get(digest)
+        if node is None:
+            return
+        for entry in node.entries:
+            if entry is not None and entry.num_held == 0:
+                self._evictable.move_to_end(entry)
+
+    def victims(self, protected: Container[PrefixEntry]) -> Iterator[PrefixEntry]:
+        """Yield evictable entries in the order in which they should go, without those in `protected`."""
+        for entry in self._evictable:
+            if entry not in protected:
+                yield entry
+
+    def evict(self, entry: PrefixEntry) -> None:
+        """Forget an evictable entry; the caller frees its blocks."""
+        del self._evictable[entry]
+        self._forget(entry)
+
+    def clear(self) -> list[PrefixEntry]:
+        """Forget everything; return the entries that were evictable, whose blocks the caller frees."""
+        idle = list(self._evictable)
+        self._evictable.clear()
+        self._nodes.clear()
+        for entry_of in self._entry_of:
+            entry_of.clear()
+        return idle
+
+    def _forget(self, entry: PrefixEntry) -> None:
+        entry_of = self._entry_of[entry.group]
+        for block in entry.block_ids:
+            del entry_of[block]
+        node = entry.node
+        node.entries[entry.group] = None
+        if not any(node.entries):
+            del self._nodes[node.digest]
+
+    def _root(self, salt: str) -> bytes:
+        root = self._roots.get(salt)
+        if root is None:
+            root = hashlib.sha256(self._geometry + b"\0" + salt.encode()).digest()
+            if len(self._roots) < 1024:
+                self._roots[salt] = root
+        return root
