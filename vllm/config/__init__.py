@@ -11,15 +11,29 @@ from vllm.config.engine import (
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.unserved import (
+    LoadFormat,
+    LoRAConfig,
+    MultiModalConfig,
+    PromptAdapterConfig,
+    SpeculativeConfig,
+    TokenizerPoolConfig,
+)
 
 __all__ = [
     "CacheConfig",
     "DecodingConfig",
     "DeviceConfig",
     "EngineConfig",
+    "LoRAConfig",
     "LoadConfig",
+    "LoadFormat",
     "ModelConfig",
+    "MultiModalConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "PromptAdapterConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
+    "TokenizerPoolConfig",
 ]
