@@ -6,8 +6,6 @@ of safetensors, GGUF headers, pickled storage names of .bin files), never tensor
 
 from __future__ import annotations
 
-import json
-import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 from vllm.errors import ConfigError
 from vllm.logger import init_logger, warn_once
 from vllm.transformers_utils.gguf_file import GGUFFile, read_gguf
+from vllm.transformers_utils.safetensors_file import read_safetensors
 from vllm.types import DType
 
 logger = init_logger(__name__)
@@ -28,14 +27,12 @@ _NAMES = {
     "half": DType.FLOAT16,
     "bfloat16": DType.BFLOAT16,
 }
-_SAFETENSORS = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
-_GGUF = _SAFETENSORS
+_STORED = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _PICKLED = {
     b"BFloat16Storage": DType.BFLOAT16,
     b"HalfStorage": DType.FLOAT16,
     b"FloatStorage": DType.FLOAT32,
 }
-_MAX_HEADER_BYTES = 100 << 20
 
 
 def normalize_dtype(config: dict[str, Any]) -> None:
@@ -69,6 +66,10 @@ def checkpoint_dtype(config: Mapping[str, Any], path: Path) -> DType | None:
 
     What its (normalised) config says; else the type that most of its weights have. Quantised GGUF
     weights count as bfloat16, the type they are dequantised to. None if there are no weights.
+
+    Raises:
+        ConfigError: the config names a type that cannot be served.
+        WeightError: a weight file is broken.
     """
     if config.get("dtype"):
         return parse_dtype(config["dtype"])
@@ -124,36 +125,18 @@ def _safetensors_types(shards: Iterable[Path]) -> Counter[DType]:
     """Count the elements of each type over the headers of safetensors files."""
     counts: Counter[DType] = Counter()
     for shard in shards:
-        for entry in read_safetensors_header(shard).values():
-            dtype = _SAFETENSORS.get(entry.get("dtype", ""))
+        for tensor in read_safetensors(shard).values():
+            dtype = _STORED.get(tensor.type_name)
             if dtype is not None:
-                start, end = entry["data_offsets"]
-                counts[dtype] += (end - start) // dtype.itemsize
+                counts[dtype] += tensor.num_bytes // dtype.itemsize
     return counts
-
-
-def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries (dtype, shape, data_offsets) of a safetensors file; empty if it is broken.
-
-    Whoever loads the tensors reports what is wrong with the file.
-    """
-    with open(path, "rb") as file:
-        head = file.read(8)
-        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < size <= _MAX_HEADER_BYTES:
-            return {}
-        try:
-            entries = json.loads(file.read(size))
-        except ValueError:
-            return {}
-    return {k: v for k, v in entries.items() if k != "__metadata__"}
 
 
 def _gguf_dtype(file: GGUFFile) -> DType | None:
     counts: Counter[DType] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) >= 2:
-            counts[_GGUF.get(tensor.type_name, DType.BFLOAT16)] += tensor.num_elements
+            counts[_STORED.get(tensor.type_name, DType.BFLOAT16)] += tensor.num_elements
     return _most_common(counts)
 
 

@@ -254,6 +254,7 @@ _ARCHITECTURES: dict[str, _Translation] = {
     "qwen2": _Translation(model_type=lambda _: "qwen2", extra=_no_extra),
     "qwen3": _Translation(model_type=lambda _: "qwen3", extra=_qwen3_extra),
     "qwen2moe": _Translation(model_type=lambda _: "qwen2_moe", extra=_qwen2_moe_extra),
+    "gemma": _Translation(model_type=lambda _: "gemma", extra=_no_extra),
     "gemma2": _Translation(model_type=lambda _: "gemma2", extra=_gemma2_extra),
     "gemma3": _Translation(model_type=lambda _: "gemma3_text", extra=_gemma3_extra),
 }

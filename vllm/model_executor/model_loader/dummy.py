@@ -1,0 +1,53 @@
+"""Made-up weights, for running a model's shape without its files.
+
+Called by `loader.py` for load_format "dummy". Values depend on a tensor's name and whole shape
+alone, so every split over ranks, every run and every machine serves the same model. Cutting them
+out of one block of random numbers keeps a 7B model a matter of seconds. Reads no files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from vllm.model_executor.layers.weight_place import WeightPlace
+
+# A prime, so that the rows of a matrix do not repeat each other.
+_BLOCK_ELEMENTS = 1_048_573
+_SEED = 1234
+_RANGE = 0.035  # of matrices; the standard deviation is 0.02, as models are initialised
+
+
+def iterate_dummy(
+    places: Mapping[str, WeightPlace], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor for every name: norms that do nothing, matrices and biases at random.
+
+    Args:
+        places: where a model wants each tensor; the whole shape is taken from it.
+        dtype: element type of the values.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    block = torch.empty(_BLOCK_ELEMENTS).uniform_(-_RANGE, _RANGE, generator=generator).to(dtype)
+    for name, place in places.items():
+        if len(place.shape) == 1 and name.endswith(".weight"):
+            yield name, torch.full(place.shape, 1.0 - place.offset, dtype=dtype)
+        else:
+            yield name, make_values(name, place.shape, block)
+
+
+def make_values(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
+    """Fill a tensor from `block`, going round, starting where the name says."""
+    values = torch.empty(shape, dtype=block.dtype)
+    flat = values.view(-1)
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    start = int.from_bytes(digest, "little") % block.numel()
+    done = 0
+    while done < flat.numel():
+        size = min(block.numel() - start, flat.numel() - done)
+        flat[done : done + size] = block[start : start + size]
+        done, start = done + size, 0
+    return values
