@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, fields
 from vllm import envs
 from vllm.entrypoints.openai.chat_template import load_chat_template
 from vllm.errors import ConfigError
-from vllm.utils.argument_parser import FlexibleArgumentParser
+from vllm.utils.argument_parser import FlexibleArgumentParser, StoreBoolean
 
+_REFUSED = ("lora-modules", "prompt-adapters")
 UVICORN_LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
 
@@ -58,6 +59,9 @@ class ServerArgs:
         Raises:
             ConfigError: flags contradict each other, or name a file that does not exist.
         """
+        for name in _REFUSED:
+            if getattr(namespace, name.replace("-", "_")):
+                raise ConfigError(f"--{name}: adapters are not served; merge them into the model")
         given = {f.name: getattr(namespace, f.name) for f in fields(cls)}
         given["api_key"] = envs.VLLM_API_KEY or given["api_key"]
         given["chat_template"] = load_chat_template(given["chat_template"])
@@ -97,59 +101,68 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     _add_log_args(parser)
 
 
-def _add_text(group: argparse._ArgumentGroup, name: str, *, help: str) -> None:
-    group.add_argument(name, type=_nullable, default=None, help=help)
+def _add_text(group: argparse._ArgumentGroup, name: str, metavar: str, *, help: str) -> None:
+    group.add_argument(name, type=_nullable, default=None, metavar=metavar, help=help)
+
+
+def _add_switch(group: argparse._ArgumentGroup, name: str, *, help: str) -> None:
+    group.add_argument(name, action=StoreBoolean, default=False, help=help)
 
 
 def _add_network_args(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group("HTTP server")
-    _add_text(group, "--host", help="address to listen on; all IPv4 addresses if unset")
-    group.add_argument("--port", type=_port, default=8000, help="TCP port; 0 takes a free one")
+    _add_text(group, "--host", "ADDRESS", help="address to listen on; all IPv4 addresses if unset")
+    group.add_argument(
+        "--port", metavar="N", type=_port, default=8000, help="TCP port; 0 takes a free one"
+    )
     _add_text(
         group,
         "--api-key",
+        "KEY",
         help="token that clients must send on every path but /health; VLLM_API_KEY wins",
     )
-    _add_text(group, "--ssl-keyfile", help="TLS private key")
-    _add_text(group, "--ssl-certfile", help="TLS certificate")
-    _add_text(group, "--ssl-ca-certs", help="TLS authorities that sign client certificates")
+    _add_text(group, "--ssl-keyfile", "FILE", help="TLS private key")
+    _add_text(group, "--ssl-certfile", "FILE", help="TLS certificate")
+    _add_text(group, "--ssl-ca-certs", "FILE", help="TLS authorities that sign client certificates")
     group.add_argument(
         "--ssl-cert-reqs",
+        metavar="N",
         type=int,
         default=int(ssl.CERT_NONE),
         help="whether clients need a certificate: 0 no, 1 optional, 2 yes",
     )
-    _add_text(group, "--root-path", help="path prefix that a proxy in front removes")
+    _add_text(group, "--root-path", "PATH", help="path prefix that a proxy in front removes")
     group.add_argument(
         "--middleware",
+        metavar="NAME",
         action="append",
         default=[],
         help="ASGI class or coroutine function to wrap requests with, as module.name; repeatable",
     )
     group.add_argument(
         "--shutdown-timeout",
+        metavar="SECONDS",
         type=float,
         default=30.0,
         help="seconds that running requests get to finish after SIGTERM or Ctrl-C",
     )
-    group.add_argument(
+    _add_switch(
+        group,
         "--disable-frontend-multiprocessing",
-        action="store_true",
         help="run the engine in the server's own process",
     )
 
 
 def _add_cors_args(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group("CORS")
-    group.add_argument(
-        "--allow-credentials", action="store_true", help="allow browsers to send credentials"
-    )
+    _add_switch(group, "--allow-credentials", help="allow browsers to send credentials")
     for name in ("origins", "methods", "headers"):
         group.add_argument(
             f"--allowed-{name}",
+            metavar="LIST",
             type=_json_list,
             default=["*"],
-            help=f'allowed {name}, a JSON list (default: ["*"])',
+            help=f"{name} that browsers may use, a JSON list",
         )
 
 
@@ -157,32 +170,37 @@ def _add_chat_args(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group("chat and tools")
     group.add_argument(
         "--chat-template",
+        metavar="TEMPLATE",
         type=_nullable,
         default=None,
         help="Jinja file, or the template itself, that replaces the tokenizer's",
     )
     group.add_argument(
-        "--response-role", type=_nullable, default="assistant", help="role of the answers"
+        "--response-role",
+        metavar="ROLE",
+        type=_nullable,
+        default="assistant",
+        help="role of the answers",
     )
-    group.add_argument(
+    _add_switch(
+        group,
         "--enable-auto-tool-choice",
-        action="store_true",
         help="let the model decide about tool calls; needs --tool-call-parser",
     )
     group.add_argument(
         "--tool-call-parser",
+        metavar="NAME",
         default=None,
         help="how the model writes tool calls: hermes, internlm, llama3_json, mistral, or a "
         "plugin's name",
     )
     group.add_argument(
-        "--tool-parser-plugin", default="", help="Python file that registers more tool parsers"
+        "--tool-parser-plugin",
+        metavar="FILE",
+        default="",
+        help="Python file that registers more tool parsers",
     )
-    group.add_argument(
-        "--return-tokens-as-token-ids",
-        action="store_true",
-        help='show tokens in logprobs as "token_id:N"',
-    )
+    _add_switch(group, "--return-tokens-as-token-ids", help="show tokens in logprobs as token_id:N")
 
 
 def _add_log_args(parser: FlexibleArgumentParser) -> None:
@@ -195,12 +213,19 @@ def _add_log_args(parser: FlexibleArgumentParser) -> None:
     )
     group.add_argument(
         "--max-log-len",
+        metavar="N",
         type=int,
         default=None,
         help="most characters and ids of a prompt in the log; all if unset",
     )
-    group.add_argument(
-        "--disable-fastapi-docs",
-        action="store_true",
-        help="do not serve /docs, /redoc and /openapi.json",
+    _add_switch(
+        group, "--disable-fastapi-docs", help="do not serve /docs, /redoc and /openapi.json"
     )
+
+
+def add_refused_args(parser: FlexibleArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "Adapters of the server (accepted by the parser, then refused)"
+    )
+    for name in _REFUSED:
+        group.add_argument(f"--{name}", nargs="+", default=None, help="not served")
