@@ -120,6 +120,17 @@ class Roster:
             self._end(sequence)
         return True
 
+    def abort_branch(self, request_id: str, branch: int) -> bool:
+        """End one branch of a request without a result; False if it is unknown or has not begun."""
+        state = self._requests.get(request_id)
+        if state is None or not state.is_forked:
+            return False
+        for sequence in state.sequences:
+            if sequence.branch == branch:
+                self._end(sequence)
+                return True
+        return False
+
     def note_return(self, sequence: Sequence) -> None:
         """A step with a sequence that left has returned; free its blocks if it was the last."""
         if sequence.num_in_flight:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm.config import SchedulerConfig
 from vllm.core.cache_manager import Admission, CacheManager, NewBlocks
@@ -118,6 +118,10 @@ class Scheduler:
         """End a request without further results; False if it is unknown or has ended."""
         return self._roster.abort(request_id)
 
+    def abort_branch(self, request_id: str, branch: int) -> bool:
+        """End one of the n branches of a request without further results; False if it is unknown."""
+        return self._roster.abort_branch(request_id, branch)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether some request has not ended, or results wait to be taken."""
@@ -193,6 +197,13 @@ class Scheduler:
     def take_results(self) -> list[SequenceResult]:
         """Return results that no step brought (a sequence that found no room, a stall)."""
         return self._roster.take_results()
+
+    def sampled_rows(self) -> Iterator[tuple[int, str, int]]:
+        """Yield (sequence id, request id, branch) of the rows of the newest plan that get a token."""
+        plan, sequences = self._in_flight[-1]
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            if row.num_samples:
+                yield row.seq_id, sequence.state.request.request_id, sequence.branch
 
     # -- running sequences ------------------------------------------------------------------------
 
