@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -121,8 +122,22 @@ def _fill(
     else:
         use_tqdm = load_config.use_tqdm and tp.rank == 0
         weights = iterate_weights(model_config, load_config, dtype, use_tqdm=use_tqdm)
-    with torch.no_grad():
+    with torch.no_grad(), _one_torch_thread():
         return model.load_weights(weights)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Copy on the calling thread: memory is the limit, and waking threads each time is not free.
+
+    The readers have threads of their own for what takes arithmetic.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def check_memory(
@@ -147,10 +162,10 @@ def check_memory(
     memory = get_platform(device.type).get_memory(device.index or 0)
     if needed_bytes > memory.free_bytes:
         raise OutOfMemoryError(
-            f"{model_config.model} needs {needed_bytes / _GIB:.2f} GiB of memory while it is loaded "
-            f"in {model_config.dtype.value} (its weights alone "
+            f"{model_config.model} needs {needed_bytes / _GIB:.2f} GiB of memory while it is "
+            f"loaded in {model_config.dtype.value} (its weights alone "
             f"{weight_bytes * num_sharing / _GIB:.2f} GiB), but {memory.free_bytes / _GIB:.2f} GiB "
-            f"of {memory.total_bytes / _GIB:.2f} GiB are free. Use a smaller model or element type."
+            f"of {memory.total_bytes / _GIB:.2f} GiB are free. Use a smaller model or type."
         )
     return weight_bytes
 
