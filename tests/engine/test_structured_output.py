@@ -14,6 +14,7 @@ from vllm.engine.structured_output import StructuredOutput
 from vllm.errors import RequestError
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.sequence import SequenceResult
+from vllm.types import FinishReason
 
 VOCAB, EOS = 320, 264
 TOKENIZER = build_chain_tokenizer()
@@ -101,16 +102,21 @@ def test_choices_that_begin_alike() -> None:
 
 def test_branches_go_their_own_ways() -> None:
     output = make_output()
-    output.add("r", output.start_compile(GrammarSpec(kind="regex", text="ax|by")).result(10))
+    output.add("r", output.start_compile(GrammarSpec(kind="regex", text="ax|by")).result(10), 2)
     assert allowed(output.next_mask("r", 0)) == {97, 98}
     output.accept(
         [SequenceResult(request_id="r", branch=b, token_ids=[97 + b]) for b in range(2)]
     )
     assert allowed(output.next_mask("r", 0)) == {ord("x")}
     assert allowed(output.next_mask("r", 1)) == {ord("y")}
-    output.remove("r", 2)
-    assert "r" not in output
+    output.end_branch("r", 1)
+    assert "r" in output
+    output.accept(
+        [SequenceResult("r", 0, [ord("x")], finish_reason=FinishReason.STOP)]
+    )
+    assert "r" not in output, "it goes with its last answer"
     output.accept([SequenceResult(request_id="r", branch=0, token_ids=[97])])
+    output.remove("r")
 
 
 def test_tokens_after_the_end_are_ignored() -> None:

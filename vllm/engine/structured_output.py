@@ -113,6 +113,7 @@ class StructuredOutput:
         self._thread: ThreadPoolExecutor | None = None
         self._starts: dict[str, LLMatcher] = {}
         self._matchers: dict[tuple[str, int], LLMatcher] = {}
+        self._running: dict[str, set[int]] = {}
 
     def set_tokenizer(self, source: SetTokenizer) -> None:
         """Take the tokenizer that forms are compiled against."""
@@ -124,15 +125,26 @@ class StructuredOutput:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         return self._thread.submit(self._compiler.compile, spec)
 
-    def add(self, request_id: str, matcher: LLMatcher) -> None:
-        """Follow a request's answers from the start of its form."""
+    def add(self, request_id: str, matcher: LLMatcher, num_branches: int = 1) -> None:
+        """Follow a request's answers from the start of its form until each has ended."""
         self._starts[request_id] = matcher
+        self._running[request_id] = set(range(num_branches))
 
-    def remove(self, request_id: str, num_branches: int) -> None:
+    def remove(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
-        if self._starts.pop(request_id, None) is not None:
-            for branch in range(num_branches):
-                self._matchers.pop((request_id, branch), None)
+        self._starts.pop(request_id, None)
+        for branch in self._running.pop(request_id, ()):
+            self._matchers.pop((request_id, branch), None)
+
+    def end_branch(self, request_id: str, branch: int) -> None:
+        """Forget one answer; the request goes with its last one."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        running.discard(branch)
+        self._matchers.pop((request_id, branch), None)
+        if not running:
+            self.remove(request_id)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._starts
@@ -172,6 +184,8 @@ class StructuredOutput:
             for token_id in result.token_ids:
                 if not matcher.is_stopped():
                     matcher.consume_token(token_id)
+            if result.finish_reason is not None:
+                self.end_branch(result.request_id, result.branch)
 
     def shutdown(self) -> None:
         """End the compiling thread."""
