@@ -71,6 +71,10 @@ class MultiprocExecutor:
         """See `Executor.reports`."""
         return self._reports
 
+    def rank_pids(self) -> tuple[int, ...]:
+        """Return the process ids of the ranks, in rank order."""
+        return tuple(rank.pid for rank in self._ranks)
+
     def initialize_cache(self, layout: CacheLayout) -> None:
         """See `Executor.initialize_cache`."""
         self.check_health()

@@ -47,6 +47,11 @@ class RankProcess:
         self._process = process
 
     @property
+    def pid(self) -> int:
+        """Process id, as operators see it."""
+        return self._process.pid
+
+    @property
     def has_ended(self) -> bool:
         """Whether its end has been noticed."""
         return self.ended_s > 0.0

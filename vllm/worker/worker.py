@@ -69,7 +69,13 @@ class Worker:
         """
         started_s = time.perf_counter()
         config = self._config
-        model = load_model(config.model_config, config.load_config, self._device, self._tp)
+        model = load_model(
+            config.model_config,
+            config.load_config,
+            self._device,
+            self._tp,
+            cache_dtype=config.cache_config.cache_dtype,
+        )
         self._model = model
         self._specs = tuple(model.cache_specs())
         layers: dict[int, Attention] = dict(model.attention_layers())
