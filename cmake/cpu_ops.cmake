@@ -10,7 +10,7 @@ file(GLOB VLLM_CPU_KERNELS CONFIGURE_DEPENDS
   "${CMAKE_SOURCE_DIR}/csrc/cpu/kernels/*.cpp" "${CMAKE_SOURCE_DIR}/csrc/hybrid/cpu/kernels/*.cpp")
 
 set(VLLM_CXX_FLAGS -O3 -g0 -fopenmp -Wall -Wextra -Wno-unknown-pragmas
-  -Wno-maybe-uninitialized -fno-math-errno
+  -Wno-maybe-uninitialized -Wno-uninitialized -fno-math-errno
   -fno-trapping-math -ffp-contract=off -fdiagnostics-color=auto)
 set(VLLM_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mtune=haswell)
 set(VLLM_ISA_FLAGS_avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq

@@ -43,9 +43,20 @@ VLLM_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 VLLM_INLINE Vec select_less(Vec a, Vec b, Vec x, Vec y) {
   return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
+// Bit i says whether a < b in lane i.
+VLLM_INLINE uint32_t lanes_less(Vec a, Vec b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)));
+}
 // lane < n ? x : y.
 VLLM_INLINE Vec select_first(int64_t n, Vec x, Vec y) {
   return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(first_lanes(n)));
+}
+// bit `lane` of bits ? x : y.
+VLLM_INLINE Vec select_bits(uint64_t bits, Vec x, Vec y) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(bits & 0xff));
+  const __m256i mask = _mm256_cmpeq_epi32(_mm256_and_si256(all, lane), lane);
+  return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(mask));
 }
 VLLM_INLINE float reduce_add(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

@@ -31,9 +31,17 @@ VLLM_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 VLLM_INLINE Vec select_less(Vec a, Vec b, Vec x, Vec y) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
+// Bit i says whether a < b in lane i.
+VLLM_INLINE uint32_t lanes_less(Vec a, Vec b) {
+  return static_cast<uint32_t>(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ));
+}
 // lane < n ? x : y.
 VLLM_INLINE Vec select_first(int64_t n, Vec x, Vec y) {
   return _mm512_mask_blend_ps(first_lanes(n), y, x);
+}
+// bit `lane` of bits ? x : y.
+VLLM_INLINE Vec select_bits(uint64_t bits, Vec x, Vec y) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), y, x);
 }
 VLLM_INLINE float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
 VLLM_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }

@@ -6,6 +6,8 @@ float64. Never called by the engine.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,29 +41,43 @@ def clean_logits(logits: Tensor) -> Tensor:
     )
 
 
-def keep_tokens(scaled_V: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
+def is_greedy(logits_V: Tensor, temperature: float) -> bool:
+    """Return whether a row takes its most likely token: cold, or no finite logit after scaling."""
+    return temperature < GREEDY_TEMPERATURE or float((logits_V / temperature).max()) == -math.inf
+
+
+def weigh_tokens(logits_V: Tensor, temperature: float) -> Tensor:
+    """Return e^(logit / temperature) of cleaned logits, scaled so that the largest is 1.
+
+    Tokens further than e^-87.3 below the largest have no mass.
+    """
+    scaled = torch.clamp(logits_V / temperature, max=torch.finfo(torch.float32).max)
+    distance = scaled - scaled.max()
+    return torch.where(distance < -87.3, 0.0, torch.exp(distance))
+
+
+def keep_tokens(logits_V: Tensor, mass_V: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
     """Return which tokens of one row survive top-k, then top-p, then min-p.
 
     Args:
-        scaled_V: cleaned logits already divided by the temperature.
+        logits_V: cleaned logits; they give the order, equal ones go by id.
+        mass_V: what `weigh_tokens` made of them.
         top_p: mass to reach, relative to what top-k leaves.
         top_k: number of tokens; 0 or less = off.
         min_p: least mass, relative to the most likely token's.
 
     Returns:
-        bool [V]. The most likely token always survives; ties go to the lower id.
+        bool [V]. The most likely token always survives.
     """
-    order = torch.sort(scaled_V, descending=True, stable=True).indices
-    mass = torch.exp(scaled_V - scaled_V.max()).double()[order]
+    order = torch.sort(logits_V, descending=True, stable=True).indices
+    mass = mass_V.double()[order]
     kept = mass.shape[0] if top_k <= 0 else min(top_k, mass.shape[0])
     if top_p < 1.0:
         reached = torch.cumsum(mass[:kept], 0) >= top_p * mass[:kept].sum()
-        kept = max(1, int(reached.int().argmax()) + 1 if bool(reached.any()) else kept)
-    mask = torch.zeros(scaled_V.shape, dtype=torch.bool)
+        kept = int(reached.int().argmax()) + 1 if bool(reached.any()) else kept
+    mask = torch.zeros(logits_V.shape, dtype=torch.bool)
     mask[order[:kept]] = True
-    if min_p > 0.0:
-        mask &= (torch.exp(scaled_V - scaled_V.max()) >= min_p) | (scaled_V == scaled_V.max())
-    return mask & (scaled_V > float("-inf"))
+    return mask & (mass_V >= min(min_p, 1.0)) & (mass_V > 0)
 
 
 def argmax(out_ids: Tensor, logits: Tensor) -> None:
@@ -82,17 +98,14 @@ def sample(
     """Draw one token a row by inverse CDF over the kept tokens in order of their ids."""
     argmax(out_ids, logits)
     for row in range(logits.shape[0]):
-        if float(temperature[row]) < GREEDY_TEMPERATURE:
+        cleaned = clean_logits(logits[row])
+        if is_greedy(cleaned, float(temperature[row])):
             continue
-        scaled = clean_logits(clean_logits(logits[row]) / temperature[row])
-        if not bool((scaled > float("-inf")).any()):
-            continue
-        mask = keep_tokens(scaled, float(top_p[row]), int(top_k[row]), float(min_p[row]))
-        mass = torch.where(mask, torch.exp(scaled - scaled.max()), 0.0).double()
-        cumulative = mass.cumsum(0)
+        mass = weigh_tokens(cleaned, float(temperature[row]))
+        mask = keep_tokens(cleaned, mass, float(top_p[row]), int(top_k[row]), float(min_p[row]))
+        cumulative = torch.where(mask, mass, 0.0).double().cumsum(0)
         target = draw_uniform(int(seeds[row]), int(offsets[row])) * cumulative[-1]
-        above = torch.nonzero((cumulative > target) & mask).flatten()
-        out_ids[row] = above[0] if above.numel() else torch.nonzero(mask).flatten()[-1]
+        out_ids[row] = torch.nonzero(cumulative > target).flatten()[0]
 
 
 def filter_logits(
@@ -101,11 +114,15 @@ def filter_logits(
     """Divide by the temperature and set what `sample` would never draw to -inf, in place."""
     for row in range(logits.shape[0]):
         cleaned = clean_logits(logits[row])
-        if float(temperature[row]) >= GREEDY_TEMPERATURE:
-            cleaned = clean_logits(cleaned / temperature[row])
-            mask = keep_tokens(cleaned, float(top_p[row]), int(top_k[row]), float(min_p[row]))
-            cleaned = torch.where(mask, cleaned, float("-inf"))
-        logits[row] = cleaned
+        if is_greedy(cleaned, float(temperature[row])):
+            continue
+        largest = torch.finfo(torch.float32).max
+        scaled = torch.clamp(cleaned / float(temperature[row]), max=largest)
+        if top_p[row] < 1.0 or top_k[row] > 0 or min_p[row] > 0.0:
+            mass = weigh_tokens(cleaned, float(temperature[row]))
+            mask = keep_tokens(cleaned, mass, float(top_p[row]), int(top_k[row]), float(min_p[row]))
+            scaled = torch.where(mask, scaled, float("-inf"))
+        logits[row] = scaled
 
 
 def apply_penalties(
