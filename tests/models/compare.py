@@ -1,7 +1,7 @@
 """Comparison of generated tokens with transformers, dense and without a cache.
 
-One forward over prompt and output gives the reference's choice after every prefix, so that the output
-is followed token by token at the price of one pass.
+One forward over prompt and output gives the reference's choice after every prefix, so that the
+output is followed token by token at the price of one pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def assert_follows(
     *,
     atol: float = 1e-4,
 ) -> None:
-    """Check that each output is what the reference generates greedily, and its logits within `atol`."""
+    """Check that outputs are what the reference generates greedily, with logits within `atol`."""
     for prompt, output in zip(prompts, made, strict=True):
         expected = reference_logits(model, [*prompt, *output.token_ids[:-1]])[len(prompt) - 1 :]
         torch.testing.assert_close(torch.stack(output.logits), expected, rtol=0, atol=atol)

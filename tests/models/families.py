@@ -1,7 +1,7 @@
 """Tiny models of every family, random weights from a seed, as transformers models and as ours.
 
-Each is small enough to run in milliseconds and odd enough to show mistakes: biases are not zero, norms
-are not one, layer kinds alternate, windows are shorter than the prompts.
+Each is small enough to run in milliseconds and odd enough to show mistakes: biases are not zero,
+norms are not one, layer kinds alternate, windows are shorter than the prompts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ FAMILIES: dict[str, TinyModel] = {
     ),
     "qwen3": _row("qwen3"),
     "qwen3_biased_window": _row(
-        "qwen3", attention_bias=True, use_sliding_window=True, sliding_window=24, max_window_layers=2
+        "qwen3",
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=2,
     ),
     "gemma": _row("gemma", num_key_value_heads=1),
     "gemma2": _row(
@@ -96,9 +100,7 @@ FAMILIES: dict[str, TinyModel] = {
         rope_scaling={"rope_type": "linear", "factor": 8.0},
         final_logit_softcapping=4.0,
     ),
-    "mixtral": _row(
-        "mixtral", num_local_experts=6, num_experts_per_tok=2, intermediate_size=32
-    ),
+    "mixtral": _row("mixtral", num_local_experts=6, num_experts_per_tok=2, intermediate_size=32),
     "qwen2_moe": _row(
         "qwen2_moe",
         _QWEN,
@@ -133,7 +135,7 @@ def make_reference(name: str) -> PreTrainedModel:
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Fill matrices with N(0, 0.1), norms with numbers around their neutral value, biases with N(0, 0.1)."""
+    """Add N(0, 0.1) to the neutral value of every parameter: 1 for norms, 0 for the rest."""
     generator = torch.Generator().manual_seed(seed)
     is_gemma = model.config.model_type.startswith("gemma")
     with torch.no_grad():
@@ -170,9 +172,7 @@ def load_ours(
 ) -> CausalLM:
     """Build our model of a normalised config and load it."""
     cls, _ = ModelRegistry.resolve_model_cls(config["architectures"])
-    model = cls(
-        config, dtype=dtype, tp=tp or TensorParallel.single(), max_model_len=max_model_len
-    )
+    model = cls(config, dtype=dtype, tp=tp or TensorParallel.single(), max_model_len=max_model_len)
     report = model.load_weights(weights.items())
     assert not report.unused, report.unused
     model.finish_loading()

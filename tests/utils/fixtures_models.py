@@ -1,7 +1,7 @@
 """The tiny models of the public cases: FX-REACH, FX-CHAIN and FX-FLAT, built from a seed.
 
-Tests of every floor build them here, as transformers models, and save them as checkpoints. Nothing is
-downloaded. `shared/cases/cases.md` describes what each fixture is for.
+Tests of every floor build them here, as transformers models, and save them as checkpoints. Nothing
+is downloaded. `shared/cases/cases.md` describes what each fixture is for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHAIN_SPECIALS = ("<s>", "</s>", "<|im_end|>")
 
 
 def build_model(model_type: str, config: Mapping[str, Any]) -> PreTrainedModel:
-    """Build a transformers causal LM with untrained weights, float32, eager attention, eval mode."""
+    """Build a transformers causal LM, untrained, float32, eager attention, eval mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = AutoConfig.for_model(model_type, **config)
@@ -88,7 +88,8 @@ def build_chain(next_token: Mapping[int, int] | None = None, **config: Any) -> P
     """FX-CHAIN: greedy output is a look-up on the last token.
 
     Args:
-        next_token: the look-up; a token without an entry goes to CHAIN_END. {65: 65} is the loop model.
+        next_token: the look-up; a token without an entry goes to CHAIN_END. {65: 65} is the loop
+            model.
         **config: fields that differ from the fixture's, e.g. max_position_embeddings.
     """
     base = {

@@ -1,7 +1,7 @@
 """Runs a model over a paged cache without an engine: prefill whole or in chunks, decode, batches.
 
-Used by tests of models and layers. One group of blocks; blocks are handed out in a shuffled order and
-the cache starts as NaN, so that a wrong address or a row read before it is written shows.
+Used by tests of models and layers. One group of blocks; blocks are handed out in a shuffled order
+and the cache starts as NaN, so that a wrong address or a row read before it is written shows.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class PagedDriver:
         for place in self.group.places:
             view = view_cache_field(self.arena, place.field, place.offset_bytes, block_tokens)
             views.setdefault(place.layer, []).append(view)
-        self.caches = tuple(
-            LayerCache(group=0, tensors=tuple(views[spec.layer])) for spec in specs
-        )
+        self.caches = tuple(LayerCache(group=0, tensors=tuple(views[spec.layer])) for spec in specs)
         self._sequences: dict[int, _Sequence] = {}
 
     def free(self, sequence: int) -> None:

@@ -26,9 +26,9 @@ def gather_ranks(tensor: Tensor, group: dist.ProcessGroup, size: int, dim: int) 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
     """Return the sum of `tensor` over the ranks.
 
-    NCCL adds in the order of its own algorithm. On gloo the parts are gathered and added in rank order
-    in float32: its ring adds an element in an order that depends on where it lies in the buffer, so that
-    a token's bits would change with the batch it is in.
+    NCCL adds in the order of its own algorithm. On gloo the parts are gathered and added in rank
+    order, in float32: its ring adds an element in an order that depends on where it lies in the
+    buffer, so that a token's bits would change with the batch it is in.
     """
     if dist.get_backend(group) != "gloo":
         total = tensor.clone()

@@ -1,4 +1,4 @@
-"""Who the ranks are: the TensorParallel object that is passed down to whatever talks to other ranks.
+"""Who the ranks are: the TensorParallel object that is passed down to those who talk to others.
 
 Made once a process by the worker, handed to the model and its layers. There is no global group: a
 process may hold several, and a model of one rank needs no process group at all.
@@ -19,8 +19,8 @@ from vllm.errors import ConfigError
 class TensorParallel:
     """The ranks that share one model.
 
-    Every method is a collective: all ranks call it, with tensors of one shape and dtype. With one rank
-    each is the identity and costs nothing.
+    Every method is a collective: all ranks call it, with tensors of one shape and dtype. With one
+    rank each is the identity and costs nothing.
 
     Attributes:
         rank: this process's number, from 0.
@@ -48,6 +48,8 @@ class TensorParallel:
         """Join the other ranks; blocks until all have come.
 
         Args:
+            rank: this process's number.
+            size: number of ranks.
             init_method: "tcp://host:port" or "file:///path", the same on every rank.
             device: "cpu" takes gloo, "cuda" takes NCCL.
             timeout_s: seconds after which a collective with a missing rank fails.
@@ -70,7 +72,7 @@ class TensorParallel:
         self._group = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the ranks, the same bits on each rank and in any batch."""
+        """Return the sum of `tensor` over the ranks, the same bits on each and in any batch."""
         return tensor if self._group is None else sum_over_ranks(tensor, self._group, self.size)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:

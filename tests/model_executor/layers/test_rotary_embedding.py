@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.rotary_embedding import RopeSpec, compute_frequencies, compute_table, get_rope
+from vllm.model_executor.layers.rotary_embedding import (
+    RopeSpec,
+    compute_frequencies,
+    compute_table,
+    get_rope,
+)
 from vllm.transformers_utils.rope_config import normalize_rope
 
 HEAD_SIZE = 32
@@ -61,7 +66,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_spec(settings: dict[str, Any], max_model_len: int = MAX_POSITIONS, **config: Any) -> RopeSpec:
+def make_spec(
+    settings: dict[str, Any], max_model_len: int = MAX_POSITIONS, **config: Any
+) -> RopeSpec:
     made = {"max_position_embeddings": MAX_POSITIONS, "rope_scaling": settings, **config}
     normalize_rope(made)
     return RopeSpec(
@@ -72,7 +79,9 @@ def make_spec(settings: dict[str, Any], max_model_len: int = MAX_POSITIONS, **co
     )
 
 
-def reference_table(settings: dict[str, Any], num_positions: int, theta: float = 10_000.0) -> Tensor:
+def reference_table(
+    settings: dict[str, Any], num_positions: int, theta: float = 10_000.0
+) -> Tensor:
     """What transformers' Llama turns a whole sequence of that length by: [positions, cos | sin]."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -220,7 +229,7 @@ def test_c30_missing_kind_names_the_key() -> None:
 
 def test_factors_of_the_wrong_length_are_refused() -> None:
     settings = SETTINGS["longrope"] | {"long_factor": [1.0, 2.0], "rope_theta": 1e4}
-    with pytest.raises(ConfigError, match="long_factor .* 2 numbers; .* needs 16"):
+    with pytest.raises(ConfigError, match=r"long_factor .* 2 numbers; .* needs 16"):
         get_rope(HEAD_SIZE, settings, max_positions=256, max_model_len=256)
 
 

@@ -1,7 +1,7 @@
 """Activations of MLPs.
 
-Built by `models/blocks.py`; the arithmetic is `_custom_ops/activation.py`. `GATED_ACTIVATIONS` is the
-table from the names of checkpoints to ops.
+Built by `models/blocks.py`; the arithmetic is `_custom_ops/activation.py`. `GATED_ACTIVATIONS` is
+the table from the names of checkpoints to ops.
 """
 
 from __future__ import annotations

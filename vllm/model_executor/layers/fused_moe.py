@@ -1,7 +1,7 @@
 """A mixture of experts: routing and the chosen experts' MLPs.
 
-Built by `models/blocks.py`; the arithmetic is `_custom_ops/moe.py`. Each rank holds its share of every
-expert's inner size, so that all ranks route alike and their results add up.
+Built by `models/blocks.py`; the arithmetic is `_custom_ops/moe.py`. Each rank holds its share of
+every expert's inner size, so that all ranks route alike and their results add up.
 
 Shapes: T tokens, E hidden size, I inner size of this rank, N experts.
 """
@@ -89,7 +89,7 @@ class FusedMoE(nn.Module):
         )
 
     def pack(self) -> None:
-        """Bring the experts into the CPU kernel's layout and free the originals; no-op elsewhere."""
+        """Bring the experts into the CPU kernel's layout, free the originals; no-op elsewhere."""
         if self.w13 is None or self.w2 is None or self.w13.device.type != "cpu":
             return
         self.w13_packed = _pack_experts(self.w13.data)
@@ -109,9 +109,7 @@ class FusedMoE(nn.Module):
         """
         num_tokens = x_TE.shape[0]
         weights_TK = x_TE.new_empty(num_tokens, self.num_chosen, dtype=torch.float32)
-        ids_TK = torch.empty(
-            num_tokens, self.num_chosen, dtype=torch.int32, device=x_TE.device
-        )
+        ids_TK = torch.empty(num_tokens, self.num_chosen, dtype=torch.int32, device=x_TE.device)
         moe_ops.topk_softmax(weights_TK, ids_TK, router_TN, self.renormalize)
         if self.w13_packed is None or self.w2_packed is None:
             return self._run_unpacked(x_TE, weights_TK, ids_TK)
@@ -147,9 +145,7 @@ _PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _make_weight(
-    num_experts: int, rows: int, columns: int, dtype: torch.dtype
-) -> nn.Parameter:
+def _make_weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(num_experts, rows, columns, dtype=dtype), requires_grad=False)
 
 

@@ -1,7 +1,7 @@
 """RMS norms.
 
-Built by `models/blocks.py`; the arithmetic is `_custom_ops/norm.py`. Nothing here is split over ranks:
-every rank norms whole rows.
+Built by `models/blocks.py`; the arithmetic is `_custom_ops/norm.py`. Nothing here is split over
+ranks: every rank norms whole rows.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RMSNorm(nn.Module):
         return x
 
     def add_and_norm(self, delta_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """Add `delta` to `residual` in place, then overwrite `delta` with the normed sum; return it."""
+        """Add `delta` to `residual` in place, overwrite `delta` with the normed sum, return it."""
         norm_ops.fused_add_rms_norm(delta_TE, residual_TE, self.weight, self.epsilon)
         return delta_TE
 
 
 class GemmaRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + w): 1 + w is folded at load into a float32 weight, rounded once at the end."""
+    """x / rms(x) * (1 + w): folded at load into a float32 weight, rounded once at the end."""
 
     offset: ClassVar[float] = 1.0
 

@@ -1,7 +1,8 @@
 """Linear layers, split over tensor-parallel ranks.
 
-Built by `models/blocks.py`. A layer starts with a plain weight that the loader fills; `pack` replaces
-it by the layout of the CPU kernel. Split sizes are checked here; checkpoints and names are not known.
+Built by `models/blocks.py`. A layer starts with a plain weight that the loader fills; `pack`
+replaces it by the layout of the CPU kernel. Split sizes are checked here; checkpoints and names are
+not known.
 
 Shapes: T tokens, K inputs, N outputs, all of this rank.
 """
@@ -76,8 +77,10 @@ class Linear(nn.Module):
         """Return x W^T + bias, [T, N].
 
         Args:
-            out_dtype: element type of the result; None is that of `x`. Values are rounded to that of
-                `x` in any case.
+            x_TK: [T, K].
+            bias: [N] or None.
+            out_dtype: element type of the result; None is that of `x`. Values are rounded to that
+                of `x` in any case.
         """
         dtype = out_dtype or x_TK.dtype
         if self.packed is None:
@@ -148,9 +151,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         tp: TensorParallel,
         what: str = "output size",
     ) -> None:
-        super().__init__(
-            input_size, {"": output_size}, bias=bias, dtype=dtype, tp=tp, what=what
-        )
+        super().__init__(input_size, {"": output_size}, bias=bias, dtype=dtype, tp=tp, what=what)
 
     def place(self, field: str, shard: Shard = None) -> WeightPlace:
         """See HoldsWeights; there is one shard, None."""

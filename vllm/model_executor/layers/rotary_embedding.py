@@ -1,11 +1,12 @@
 """Rotary position embeddings: tables of angles for every rope type, and their application.
 
-Built by models through `get_rope`, from rope settings in the form of `transformers_utils/rope_config.py`.
-The arithmetic of applying a table is `_custom_ops/rope.py`. Nothing here depends on the batch.
+Built by models through `get_rope`, from rope settings in the form of
+`transformers_utils/rope_config.py`. The arithmetic of applying a table is `_custom_ops/rope.py`.
+Nothing here depends on the batch.
 
-The angles of a token depend on its position alone, so that a token's bits do not depend on its batch,
-on chunks or on what the prefix cache holds. Two types need a rule for that, since their papers let
-the angles of all positions depend on the length of the sequence:
+The angles of a token depend on its position alone, so that a token's bits do not depend on its
+batch, on chunks or on what the prefix cache holds. Two types need a rule for that, since their
+papers let the angles of all positions depend on the length of the sequence:
 
 * dynamic: position p turns as in a sequence of p + 1 tokens. Equal to transformers for sequences
   within `max_position_embeddings`, and for tokens generated beyond it with a cache.
@@ -182,7 +183,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
 
 
 def compute_table(spec: RopeSpec, first: int, last: int) -> Tensor:
-    """Return cosines and sines of positions first … last - 1, float32 [last - first, rotary_dim]."""
+    """Return cosines and sines of positions first … last - 1, float32 [positions, rotary_dim]."""
     positions = torch.arange(first, last, dtype=torch.float32, device="cpu")[:, None]
     frequencies = compute_frequencies(spec)[None, :]
     if spec.settings["rope_type"] == "dynamic" and last > spec.max_positions:
@@ -194,7 +195,7 @@ def compute_table(spec: RopeSpec, first: int, last: int) -> Tensor:
 
 
 def _frequencies_grown(spec: RopeSpec, positions: Tensor) -> Tensor:
-    """Frequencies of a sequence that ends at each position (NTK-aware scaling, grown with the length)."""
+    """Frequencies of a sequence that ends at each position (NTK-aware scaling)."""
     factor, dim = float(spec.settings["factor"]), spec.rotary_dim
     stretch = factor * (positions + 1) / spec.max_positions - (factor - 1)
     base = spec.theta * stretch.clamp(min=1.0) ** (dim / (dim - 2))
@@ -221,7 +222,7 @@ class RotaryEmbedding(nn.Module):
     def reserve(self, num_positions: int) -> None:
         """Make the table at least `num_positions` rows long; rows that exist keep their bits.
 
-        The tensor is replaced when it grows: whoever records addresses (CUDA graphs) reserves first.
+        The tensor is replaced when it grows: who records addresses (CUDA graphs) reserves first.
         """
         rows = self.cos_sin.shape[0]
         if num_positions <= rows:
@@ -234,7 +235,8 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions_T: int64; each below the number of rows reserved.
-            query_THD, key_THD: [T, heads, head_size].
+            query_THD: [T, heads, head_size].
+            key_THD: [T, kv heads, head_size].
         """
         rope_ops.rotary_embedding(
             positions_T, query_THD, key_THD, self.spec.head_size, self.cos_sin, self.is_neox
@@ -247,7 +249,8 @@ def get_rope(
     """Return the rotary embedding for one group of rope settings.
 
     Args:
-        settings: {"rope_type", "rope_theta", what the type needs}, as `rope_config` normalises them.
+        head_size: elements of a head.
+        settings: {"rope_type", "rope_theta", what the type needs}, as `rope_config` has them.
         max_positions: max_position_embeddings of the config.
         max_model_len: longest sequence that the engine serves.
 

@@ -1,7 +1,7 @@
 """The embedding and the output matrix, rows split over tensor-parallel ranks.
 
-Built by `models/causal_lm.py`. The vocabulary is padded so that every rank holds as many rows; padded
-rows are zero, never looked up, and cut from the logits by the LogitsProcessor.
+Built by `models/causal_lm.py`. The vocabulary is padded so that every rank holds as many rows;
+padded rows are zero, never looked up, and cut from the logits by the LogitsProcessor.
 
 Shapes: T tokens, E hidden size, V rows of this rank.
 """

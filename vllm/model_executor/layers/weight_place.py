@@ -1,7 +1,7 @@
 """Where a tensor of a checkpoint goes: the part of a parameter that this rank keeps.
 
-Layers answer `place(field, shard)`; `models/weight_map.py` checks the shape and writes. Nothing here
-knows names of checkpoints or reads files.
+Layers answer `place(field, shard)`; `models/weight_map.py` checks the shape and writes. Nothing
+here knows names of checkpoints or reads files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 Shard = str | tuple[str, int] | None
-"""Which part of a merged parameter: "q", "gate", ("up", expert) ...; None where there is one part."""
+"""Which part of a merged parameter: "q", "gate", ("up", expert) ...; None if there is only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class WeightPlace:
     offset: float = 0.0
 
     def write(self, tensor: Tensor) -> None:
-        """Copy this rank's part of `tensor` into the parameter, converted to its dtype and device."""
+        """Copy this rank's part of `tensor` into the parameter, in its dtype and on its device."""
         part = tensor
         if self.axis is not None:
             part = tensor.narrow(self.axis, self.start, self.target.shape[self.axis])

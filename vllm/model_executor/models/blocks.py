@@ -1,7 +1,7 @@
 """The building blocks of decoder-only models, made from shapes.
 
-`causal_lm.py` builds one `DecoderBlock` for each `LayerShape`. Blocks compute with what the batch and the
-attention state give them and keep nothing between steps.
+`causal_lm.py` builds one `DecoderBlock` for each `LayerShape`. Blocks compute with what the batch
+and the attention state give them and keep nothing between steps.
 
 Shapes: T tokens, E hidden size, H and Hkv heads of this rank, D head size.
 """
@@ -209,8 +209,8 @@ class MoeBlock(nn.Module):
 class DecoderBlock(nn.Module):
     """One decoder layer around the residual stream.
 
-    A block takes the residual stream and the part of it that is still to be added (`delta`), so that
-    adding and norming are one pass over memory, and returns both.
+    A block takes the residual stream and the part of it that is still to be added (`delta`), so
+    that adding and norming are one pass over memory, and returns both.
     """
 
     def __init__(self, layer: int, shape: LayerShape, context: BlockContext) -> None:

@@ -1,8 +1,8 @@
 """The decoder-only language model that every family is an instance of.
 
 A family's class gives two things: `read_shape`, which turns a config into a `ModelShape`, and
-`weight_rows`, which names its tensors. Called by the model loader and the model runner; knows nothing
-of files, of the scheduler or of where cache rows lie.
+`weight_rows`, which names its tensors. Called by the model loader and the model runner; knows
+nothing of files, of the scheduler or of where cache rows lie.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from vllm.model_executor.models.shapes import ModelShape
 from vllm.model_executor.models.weight_map import LoadReport, WeightRow, expand_rows, load_weights
 from vllm.types import DType
 
-IGNORED_WEIGHTS = {
-    r".*\.rotary_emb\.inv_freq": "rotary frequencies are computed from the config",
-    r".*\.(masked_bias|attn\.bias)": "causal masks are not stored",
-}
-_TIED_HEAD = {
-    r"lm_head\.weight": "the config ties the output matrix to the embedding (tie_word_embeddings)"
-}
+_IGNORED = (
+    (r".*\.rotary_emb\.inv_freq", "rotary frequencies are computed from the config"),
+    (r".*\.(masked_bias|attn\.bias)", "causal masks are not stored"),
+)
+_TIED_HEAD = (
+    (
+        r"lm_head\.weight",
+        "the config ties the output matrix to the embedding (tie_word_embeddings)",
+    ),
+)
 
 
 class CausalLM(nn.Module, ABC):
@@ -51,7 +54,8 @@ class CausalLM(nn.Module, ABC):
     """
 
     weight_rows: ClassVar[tuple[WeightRow, ...]]
-    ignored_weights: ClassVar[Mapping[str, str]] = IGNORED_WEIGHTS
+    ignored_weights: ClassVar[tuple[tuple[str, str], ...]] = _IGNORED
+    weight_renames: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(
         self,
@@ -81,9 +85,10 @@ class CausalLM(nn.Module, ABC):
         )
         sizes = (shape.vocab_size, shape.hidden_size)
         self.embed = VocabParallelEmbedding(*sizes, dtype=dtype, tp=tp)
-        self.layers = nn.ModuleList(
+        self.blocks = tuple(
             DecoderBlock(index, layer, context) for index, layer in enumerate(shape.layers)
         )
+        self.layers = nn.ModuleList(self.blocks)
         self.norm = context.make_norm(shape.hidden_size)
         self.lm_head = None if shape.is_tied else ParallelLMHead(*sizes, dtype=dtype, tp=tp)
         self.logits = LogitsProcessor(
@@ -101,12 +106,13 @@ class CausalLM(nn.Module, ABC):
 
     def attention_layers(self) -> Mapping[int, Attention]:
         """See TextModel."""
-        return {index: block.attention.attention for index, block in enumerate(self.layers)}
+        return {index: block.attention.attention for index, block in enumerate(self.blocks)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> LoadReport:
         """See TextModel."""
-        ignored = dict(self.ignored_weights) | (_TIED_HEAD if self.shape.is_tied else {})
-        return load_weights(expand_rows(self.weight_rows, self), weights, ignored)
+        ignored = self.ignored_weights + (_TIED_HEAD if self.shape.is_tied else ())
+        targets = expand_rows(self.weight_rows, self)
+        return load_weights(targets, weights, ignored, self.weight_renames)
 
     def finish_loading(self) -> None:
         """See TextModel."""
@@ -122,7 +128,7 @@ class CausalLM(nn.Module, ABC):
         if self._embed_scale != 1.0:
             residual_TE = residual_TE * self._embed_scale
         delta_TE: Tensor | None = None
-        for block in self.layers:
+        for block in self.blocks:
             delta_TE, residual_TE = block(delta_TE, residual_TE, batch, attention)
         if delta_TE is None:
             return self.norm(residual_TE)

@@ -1,7 +1,7 @@
 """Reads what decoder families have in common out of a normalised config.
 
-Called by the families' `read_shape`. Configs are plain dicts in the form that `transformers_utils/config.py`
-gives: defaults filled in, `layer_types` and `rope_parameters` present.
+Called by the families' `read_shape`. Configs are plain dicts in the form that
+`transformers_utils/config.py` gives: defaults filled in, `layer_types` and `rope_parameters` there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def read_window(config: Mapping[str, Any], layer: int) -> int:
     """Return the window of a layer in tokens; 0 where `layer_types` calls it full.
 
-    `sliding_window` is only the size used by layers that are typed sliding; a layer typed full never
-    gets it.
+    `sliding_window` is only the size used by layers that are typed sliding; a layer typed full
+    never gets it.
 
     Raises:
         ConfigError: another layer type, or a sliding layer without a size.

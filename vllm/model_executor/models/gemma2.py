@@ -55,6 +55,8 @@ def make_gemma_shape(
     """Return the shape of a Gemma model.
 
     Args:
+        config: the normalised config.
+        has_post_norms: whether the outputs of attention and MLP are normed before they are added.
         read_attention: (config of a layer, layer index) -> the layer's attention.
     """
 

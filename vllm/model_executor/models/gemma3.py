@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with head norms instead of attention caps and a rotary base for each layer type.
+"""Gemma 3, text: Gemma 2 with head norms, no attention caps, a rotary base for each layer type.
 
 Row of `models/table.py`. A layer that `layer_types` calls full never gets the window.
 """
@@ -24,6 +24,17 @@ class Gemma3ForCausalLM(CausalLM):
     """Gemma 3 (gemma3_text)."""
 
     weight_rows = OUTER_ROWS + ATTENTION_ROWS + SANDWICH_NORM_ROWS + MLP_ROWS
+    ignored_weights = (
+        *CausalLM.ignored_weights,
+        (
+            r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+            "the text part of the model is served, not the images",
+        ),
+    )
+    weight_renames = (
+        (r"(?:language_model\.model|model\.language_model)\.(.*)", r"model.\1"),
+        (r"language_model\.(lm_head\..*)", r"\1"),
+    )
 
     @staticmethod
     def read_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -45,7 +45,7 @@ class TextModel(Protocol):
         ...
 
     def finish_loading(self) -> None:
-        """Bring the loaded weights into the form that the kernels read; called once, after loading."""
+        """Bring the weights into the form that the kernels read; called once, after loading."""
         ...
 
     def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:

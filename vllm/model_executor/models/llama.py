@@ -1,6 +1,7 @@
 """Llama, and what has its shape: SmolLM2, Aquila, InternLM, and Mistral with its window as a mask.
 
-Rows of `models/table.py` point here. Families that differ in their layers only use `make_llama_shape`.
+Rows of `models/table.py` point here. Families that differ in their layers only use
+`make_llama_shape`.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def make_llama_shape(
     """Return the shape of a model that is Llama outside its layers.
 
     Args:
+        config: the normalised config.
         read_layer: layer index -> its shape.
     """
     return ModelShape(

@@ -25,6 +25,13 @@ class MixtralForCausalLM(CausalLM):
     """Mixtral."""
 
     weight_rows = OUTER_ROWS + ATTENTION_ROWS + PRE_NORM_ROWS + MIXTRAL_EXPERT_ROWS
+    weight_renames = (
+        (r"(.*)\.mlp\.gate\.weight", r"\1.block_sparse_moe.gate.weight"),
+        (r"(.*)\.mlp\.(experts\.\d+)\.gate_proj\.(.*)", r"\1.block_sparse_moe.\2.w1.\3"),
+        (r"(.*)\.mlp\.(experts\.\d+)\.up_proj\.(.*)", r"\1.block_sparse_moe.\2.w3.\3"),
+        (r"(.*)\.mlp\.(experts\.\d+)\.down_proj\.(.*)", r"\1.block_sparse_moe.\2.w2.\3"),
+    )
+    """Names that transformers 5 gives in memory, and some writers in files."""
 
     @staticmethod
     def read_shape(config: Mapping[str, Any]) -> ModelShape:

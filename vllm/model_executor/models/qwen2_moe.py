@@ -36,7 +36,9 @@ class Qwen2MoeForCausalLM(CausalLM):
                 own, window=read_window(config, layer), qkv_bias=bool(config["qkv_bias"])
             )
             is_sparse = _is_sparse(config, layer)
-            return LayerShape(attention=attention, mlp=_read_moe(own) if is_sparse else read_mlp(own))
+            return LayerShape(
+                attention=attention, mlp=_read_moe(own) if is_sparse else read_mlp(own)
+            )
 
         return make_llama_shape(config, read_layer)
 

@@ -1,7 +1,8 @@
 """What a model consists of, as data: one shape for each layer, and what surrounds the layers.
 
-A family's file reads a checkpoint's config into a `ModelShape`; `blocks.py` and `causal_lm.py` build the
-modules from it. No tensors, no names of weights; sizes are those of the whole model, over all ranks.
+A family's file reads a checkpoint's config into a `ModelShape`; `blocks.py` and `causal_lm.py`
+build the modules from it. No tensors, no names of weights; sizes are those of the whole model, over
+all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class MoeShape:
         num_chosen: experts that a token takes.
         intermediate_size: inner size of one expert.
         renormalize: whether the chosen experts' probabilities are scaled to sum to 1.
-        shared_size: inner size of the expert that every token takes too, scaled by a gate; 0 is none.
+        shared_size: inner size of the expert that every token takes too, scaled by a gate; 0 is
+            none.
     """
 
     num_experts: int

@@ -1,6 +1,7 @@
 """Which class serves which architecture name. A new model is a file and a row here.
 
-Read by the registry. Modules are imported when a model is asked for; importing this file imports none.
+Read by the registry. Modules are imported when a model is asked for; importing this file imports
+none.
 """
 
 from __future__ import annotations

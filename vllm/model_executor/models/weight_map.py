@@ -1,19 +1,21 @@
 """From names of checkpoints to places in a model, and the loading that follows from it.
 
-A family is a tuple of `WeightRow`s; `load_weights` expands them over layers and experts, checks every
+A family is a tuple of `WeightRow`s; `load_weights` expands them over layers and experts, checks
+every
 shape, and accounts for every name: used, ignored for a reason, or unknown. Never reads files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from vllm.errors import WeightError
+from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.weight_place import HoldsWeights, Shard, WeightPlace
 
 _MAX_NAMED = 8
@@ -56,15 +58,18 @@ class _Target:
     field: str
     shard: Shard
 
+    def place(self) -> WeightPlace:
+        return self.module.place(self.field, self.shard)
+
 
 def expand_rows(rows: Iterable[WeightRow], model: nn.Module) -> dict[str, _Target]:
     """Return checkpoint name -> place, for every tensor that `model` needs.
 
-    Rows whose module the model does not have (a norm that is switched off, an MLP in place of experts)
-    give nothing.
+    Rows whose module the model does not have (a norm that is switched off, an MLP where experts
+    could be) give nothing.
     """
     modules = dict(model.named_modules())
-    num_layers = len(model.get_submodule("layers"))
+    num_layers = sum(1 for _ in model.get_submodule("layers").children())
     targets: dict[str, _Target] = {}
     for row in rows:
         layers = range(num_layers) if "{i}" in row.source else (0,)
@@ -73,17 +78,17 @@ def expand_rows(rows: Iterable[WeightRow], model: nn.Module) -> dict[str, _Targe
             if module is None:
                 continue
             source = row.source.replace("{i}", str(layer))
-            targets |= _expand_row(source, module, row.shard)
+            targets |= _expand_row(source, cast(HoldsWeights, module), row.shard)
     return targets
 
 
-def _expand_row(source: str, module: nn.Module, shard: str | None) -> dict[str, _Target]:
+def _expand_row(source: str, module: HoldsWeights, shard: str | None) -> dict[str, _Target]:
     if "{e}" not in source:
         return {
             f"{source}.{field}": _Target(module=module, field=field, shard=shard)
             for field in module.fields
         }
-    assert shard is not None
+    assert shard is not None and isinstance(module, FusedMoE)
     return {
         f"{source.replace('{e}', str(expert))}.{field}": _Target(
             module=module, field=field, shard=(shard, expert)
@@ -96,40 +101,54 @@ def _expand_row(source: str, module: nn.Module, shard: str | None) -> dict[str, 
 def load_weights(
     targets: Mapping[str, _Target],
     weights: Iterable[tuple[str, Tensor]],
-    ignored: Mapping[str, str],
+    ignored: Iterable[tuple[str, str]],
+    renames: Iterable[tuple[str, str]],
 ) -> LoadReport:
     """Write every tensor of a checkpoint to its place.
 
     Args:
         targets: what `expand_rows` returned.
         weights: names and tensors, each once, in any order.
-        ignored: patterns (regular expressions of whole names) of tensors that are not needed -> why.
+        ignored: (pattern of whole names, why) of tensors that are not needed.
+        renames: (pattern of whole names that other writers use, the name that `targets` has).
 
     Raises:
         WeightError: a tensor is missing, comes twice, or has the wrong shape or dtype.
     """
-    patterns = [(re.compile(pattern), why) for pattern, why in ignored.items()]
+    aliases = [(re.compile(pattern), name) for pattern, name in renames]
+    reasons = [(re.compile(pattern), why) for pattern, why in ignored]
+    filled: set[str] = set()
     used: dict[str, None] = {}
     skipped: dict[str, str] = {}
     unused: list[str] = []
-    for name, tensor in _split_fused(weights):
+    for source, given_name, tensor in _split_fused(weights):
+        name = _rename(given_name, aliases)
         if name in targets:
-            if name in used:
-                raise WeightError(f"tensor {name!r} comes twice in the checkpoint")
-            _write(name, tensor, targets[name])
-            used[name] = None
+            if name in filled:
+                raise WeightError(f"tensor {source!r} comes twice in the checkpoint")
+            _write(source, tensor, targets[name])
+            filled.add(name)
+            used[source] = None
             continue
-        why = next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
+        why = next((why for pattern, why in reasons if pattern.fullmatch(name)), None)
         if why is None:
-            unused.append(name)
+            unused.append(source)
         else:
-            skipped[name] = why
-    _check_complete(targets, used, skipped, unused)
+            skipped[source] = why
+    _check_complete(targets, filled, skipped, unused)
     return LoadReport(used=tuple(used), ignored=skipped, unused=tuple(unused))
 
 
+def _rename(name: str, aliases: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, replacement in aliases:
+        match = pattern.fullmatch(name)
+        if match:
+            return match.expand(replacement)
+    return name
+
+
 def _write(name: str, tensor: Tensor, target: _Target) -> None:
-    place: WeightPlace = target.module.place(target.field, target.shard)
+    place = target.place()
     if tuple(tensor.shape) != place.shape:
         raise WeightError(
             f"tensor {name!r} has shape {list(tensor.shape)}, but the model's config asks for "
@@ -137,24 +156,23 @@ def _write(name: str, tensor: Tensor, target: _Target) -> None:
         )
     if not tensor.is_floating_point():
         raise WeightError(
-            f"tensor {name!r} has dtype {str(tensor.dtype).removeprefix('torch.')}, but weights must be "
-            "floating point; quantised checkpoints are read from GGUF files only"
+            f"tensor {name!r} has dtype {str(tensor.dtype).removeprefix('torch.')}, but weights "
+            "must be floating point; quantised checkpoints are read from GGUF files only"
         )
     place.write(tensor)
 
 
 def _check_complete(
     targets: Mapping[str, _Target],
-    used: Mapping[str, None],
+    filled: Set[str],
     skipped: Mapping[str, str],
     unused: list[str],
 ) -> None:
-    missing = [name for name in targets if name not in used]
+    missing = [name for name in targets if name not in filled]
     if not missing:
         return
     shown = ", ".join(
-        f"{name!r} of shape {list(targets[name].module.place(targets[name].field, targets[name].shard).shape)}"
-        for name in missing[:_MAX_NAMED]
+        f"{name!r} of shape {list(targets[name].place().shape)}" for name in missing[:_MAX_NAMED]
     )
     more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     hints = [f"{name!r} was ignored: {why}" for name, why in skipped.items()][:2]
@@ -166,28 +184,24 @@ def _check_complete(
     )
 
 
-def _split_fused(weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """Cut tensors that hold all experts of a layer ([N, rows, columns]) into one for each expert."""
+def _split_fused(
+    weights: Iterable[tuple[str, Tensor]],
+) -> Iterable[tuple[str, str, Tensor]]:
+    """Cut tensors that hold all experts of a layer ([N, rows, columns]) into one for each expert.
+
+    Yields:
+        The name in the file, the name of the part, the part.
+    """
     for name, tensor in weights:
         match = _FUSED_EXPERTS.fullmatch(name)
         if match is None or tensor.dim() != 3:
-            yield name, tensor
+            yield name, name, tensor
             continue
         prefix, kind = match.groups()
         for expert, matrix in enumerate(tensor):
             if kind == "down_proj":
-                yield f"{prefix}.{expert}.down_proj.weight", matrix
+                yield name, f"{prefix}.{expert}.down_proj.weight", matrix
             else:
                 gate, up = matrix.chunk(2)
-                yield f"{prefix}.{expert}.gate_proj.weight", gate
-                yield f"{prefix}.{expert}.up_proj.weight", up
-
-
-def count_parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers, each storage once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.device != torch.device("meta")
-    }
-    return sum(storages.values())
+                yield name, f"{prefix}.{expert}.gate_proj.weight", gate
+                yield name, f"{prefix}.{expert}.up_proj.weight", up

@@ -1,7 +1,7 @@
 """Names of checkpoints as tables, shared by the families that use them.
 
-A family adds the groups that it needs; rows whose module a model does not have give nothing. Read by
-`weight_map.py` only.
+A family adds the groups that it needs; rows whose module a model does not have give nothing. Read
+by `weight_map.py` only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from vllm.model_executor.models.weight_map import WeightRow
 
 def layer_row(source: str, target: str, shard: str | None = None) -> WeightRow:
     """Return the row of a tensor inside a decoder layer, names relative to the layer."""
-    return WeightRow(source=f"model.layers.{{i}}.{source}", target=f"layers.{{i}}.{target}", shard=shard)
+    return WeightRow(
+        source=f"model.layers.{{i}}.{source}", target=f"layers.{{i}}.{target}", shard=shard
+    )
 
 
 OUTER_ROWS = (
