@@ -73,6 +73,16 @@ def parse_events(text: str) -> list[dict[str, Any]]:
     return [json.loads(event, parse_constant=_refuse) for event in events[:-1]]
 
 
+@pytest.fixture(scope="session")
+def hello(chain_tokenizer: Any) -> Iterator[Client]:
+    """A server, shared by all tests, that answers "hello" to everything."""
+    engine = ScriptedEngine(chain_tokenizer, "hello")
+    with serve_engine(engine) as url:
+        client = Client(engine, url)
+        yield client
+        client.http.close()
+
+
 @pytest.fixture
 def serve(chain_tokenizer: Any) -> Iterator[Any]:
     """A function that serves a scripted engine: serve(answer, engine options…, flags={…})."""
