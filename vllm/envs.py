@@ -39,6 +39,7 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_API_KEY": _text("VLLM_API_KEY"),
     "OPENAI_API_KEY": _text("OPENAI_API_KEY"),
     "VLLM_RPC_TIMEOUT": _number("VLLM_RPC_TIMEOUT", 10_000),  # ms
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": _number("VLLM_ENGINE_ITERATION_TIMEOUT_S", 600),
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": lambda: bool(os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH")),
     # engine
     "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0),  # GiB; 0 = chosen
