@@ -39,7 +39,9 @@ def full_group(
 
 
 def layout_of(
-    groups: Sequence[KVCacheGroup], num_superblocks: int, per_superblock: Sequence[int] | None = None
+    groups: Sequence[KVCacheGroup],
+    num_superblocks: int,
+    per_superblock: Sequence[int] | None = None,
 ) -> CacheLayout:
     """A layout with given K_g (1 each by default)."""
     return CacheLayout(
@@ -165,8 +167,14 @@ def full_harness(
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], *, max_tokens: int | None = 8, seed: int = 0,
-    min_tokens: int = 0, prompt_logprobs: int | None = None, eos: int | None = None,
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int | None = 8,
+    seed: int = 0,
+    min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
+    eos: int | None = None,
     **fields: object,
 ) -> SequenceRequest:
     """A request; without `eos` it runs to max_tokens."""
@@ -188,4 +196,3 @@ def expected_tokens(request: SequenceRequest, branch: int, max_model_len: int) -
         request.prompt_token_ids, branch=branch, seed=request.sampling.seed, max_tokens=limit,
         ends=ends, min_tokens=request.sampling.min_tokens,
     )  # fmt: skip
-

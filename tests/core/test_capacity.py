@@ -14,7 +14,7 @@ def test_counts_are_agreed_group_by_group():
     reports = [{"full": 100, "sliding": 40}, {"full": 90, "sliding": 60}]
     assert agree_on_counts(reports) == {"full": 90, "sliding": 40}
     assert agree_on_counts([{"swap": 10}, {"swap": 8}]) == {"swap": 8}
-    with pytest.raises(ConfigError, match="rank 1 reports.*sliding.*rank 0 reports.*full"):
+    with pytest.raises(ConfigError, match=r"rank 1 reports.*sliding.*rank 0 reports.*full"):
         agree_on_counts([{"full": 1}, {"sliding": 1}])
 
 
@@ -67,7 +67,9 @@ def test_start_up_proof():
     group = full_group(block_tokens=16)
     sizes = {"max_num_batched_tokens": 64, "num_blocks": 12}
     make_layout([[group]], [0], max_model_len=192, **sizes)
-    with pytest.raises(ConfigError, match=r"holds 12 .*512 tokens needs 32.*lower max_model_len to 192"):
+    with pytest.raises(
+        ConfigError, match=r"holds 12 .*512 tokens needs 32.*lower max_model_len to 192"
+    ):
         make_layout([[group]], [0], max_model_len=512, **sizes)
     make_layout([[group]], [0], max_model_len=512, check_max_model_len=False, **sizes)
 

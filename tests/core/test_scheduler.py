@@ -140,13 +140,13 @@ def test_prompt_logprobs_ignore_the_cache_but_feed_it():
 def test_what_can_never_be_served_is_refused_at_once():
     harness = full_harness(12, block_tokens=16, max_num_batched_tokens=512, max_model_len=512)
     scheduler = harness.scheduler
-    with pytest.raises(RequestError, match="250 tokens.*empty"):
+    with pytest.raises(RequestError, match=r"250 tokens.*empty"):
         scheduler.add(make_request("big", range(250)))
-    with pytest.raises(RequestError, match="600 tokens.*512"):
+    with pytest.raises(RequestError, match=r"600 tokens.*512"):
         scheduler.add(make_request("long", range(600)))
     with pytest.raises(RequestError, match="no tokens"):
         scheduler.add(make_request("empty", []))
-    with pytest.raises(RequestError, match="17.*16"):
+    with pytest.raises(RequestError, match=r"17.*16"):
         scheduler.add(make_request("wide", [1], n=17))
     good = make_request("good", range(8), max_tokens=8)
     scheduler.add(good)

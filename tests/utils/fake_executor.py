@@ -1,9 +1,9 @@
 """A worker without a model, for tests of the scheduler.
 
-It keeps a simulated KV cache: every (group, block, row) holds the position and token that were written
-there. The next token of a row is a hash of all tokens that its block table lets it see, so a wrong
-table, a missing copy, a premature free or a missing zeroing shows up as a wrong token or a failed
-check. Runs every plan at once and in order, as a device stream would.
+It keeps a simulated KV cache: every (group, block, row) holds the position and token that were
+written there. The next token of a row is a hash of all tokens that its block table lets it see, so
+a wrong table, a missing copy, a premature free or a missing zeroing shows up as a wrong token or a
+failed check. Runs every plan at once and in order, as a device stream would.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ EOS = 0
 
 
 def next_token(history: Sequence[int], branch: int, seed: int) -> int:
-    """Return the model's token after `history`: a function of all of it, the branch and the seed."""
+    """Return the token after `history`: a function of all of it, the branch and the seed."""
     digest = hashlib.blake2b(array("i", history).tobytes(), digest_size=8, salt=b"model")
     digest.update(f"{branch}/{seed}".encode())
     return int.from_bytes(digest.digest(), "little") % VOCAB
 
 
 def generate(
-    prompt: Sequence[int], *, branch: int, seed: int, max_tokens: int, ends: Sequence[int] = (),
+    prompt: Sequence[int],
+    *,
+    branch: int,
+    seed: int,
+    max_tokens: int,
+    ends: Sequence[int] = (),
     min_tokens: int = 0,
 ) -> list[int]:
     """Return what an unloaded engine must produce."""
@@ -103,7 +108,9 @@ class FakeExecutor:
                 table.extend(fresh)
             self._write(row, planned.num_new_tokens)
         # Reads come after all writes: a block given to two rows in one step shows up.
-        outputs = [self._read(self.rows[r.seq_id], r.num_new_tokens, r.num_samples) for r in plan.rows]
+        outputs = [
+            self._read(self.rows[r.seq_id], r.num_new_tokens, r.num_samples) for r in plan.rows
+        ]
         return StepOutput(step=plan.step, rows=outputs)
 
     def _zero(self, superblock: int) -> None:

@@ -1,73 +1,35 @@
 """The KV cache as the scheduler sees it: one face over all groups.
 
-Called by `core/scheduler.py`. It matches prefixes, grows and frees the block tables of sequences, and
-evicts cached blocks when room is needed. Every call either does all it was asked or leaves no trace.
-It never preempts a sequence and knows no budget; block ids are its only output.
+Called by `core/scheduler.py`. It matches prefixes, grows and frees the block tables of sequences,
+and evicts cached blocks when room is needed. Every call either does all it was asked or leaves no
+trace. It never preempts a sequence and knows no budget; block ids are its only output.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vllm.cache_spec import CacheLayout, Full, KVCacheGroup
 from vllm.core.block.arena import ArenaShadow, SuperblockArena
 from vllm.core.block.table import make_block_managers
 from vllm.core.eviction import choose_victims
 from vllm.core.need import count_fresh, count_superblocks, peak_blocks
+from vllm.core.placement import Admission, AdmissionDemand, plan_admission
 from vllm.core.prefix_index import (
     NO_HIT,
     PrefixEntry,
     PrefixHit,
     PrefixIndex,
     describe_geometry,
-    resumed_tables,
 )
+from vllm.core.report import GroupUsage, describe_groups
 from vllm.sequence import NO_BLOCK, SequenceCache
 from vllm.step import BlockCopy
 
 DEFAULT_GRAIN_TOKENS = 64
 
 NewBlocks = tuple[list[int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupUsage:
-    """Where the blocks of one group are.
-
-    Attributes:
-        num_held_blocks: blocks of sequences that run.
-        num_cached_blocks: blocks kept only for prefix hits; they are given up when room is needed.
-        num_free_slots: unused slots in the group's own superblocks.
-    """
-
-    name: str
-    block_tokens: int
-    blocks_per_superblock: int
-    num_superblocks: int
-    num_held_blocks: int
-    num_cached_blocks: int
-    num_free_slots: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """Room found for a new or resumed sequence.
-
-    Attributes:
-        num_computed: tokens of its prefix hit.
-        num_new: tokens of its first step.
-        tables: block tables of the hit.
-        shared: (group, block) pairs in them.
-        victims: cached entries to be evicted.
-    """
-
-    num_computed: int
-    num_new: int
-    tables: list[list[int]]
-    shared: list[tuple[int, int]]
-    victims: list[PrefixEntry]
 
 
 class CacheManager:
@@ -124,19 +86,7 @@ class CacheManager:
 
     def group_usage(self) -> tuple[GroupUsage, ...]:
         """Return where the blocks of each group are."""
-        arena = self.arena
-        return tuple(
-            GroupUsage(
-                name=group.name,
-                block_tokens=group.block_tokens,
-                blocks_per_superblock=group.blocks_per_superblock,
-                num_superblocks=arena.num_owned_superblocks(g),
-                num_held_blocks=arena.num_held_blocks(g),
-                num_cached_blocks=arena.num_cached_blocks(g),
-                num_free_slots=arena.num_free_slots[g],
-            )
-            for g, group in enumerate(self._layout.groups)
-        )
+        return describe_groups(self._layout, self.arena)
 
     def fits_empty(self, num_tokens: int, max_chunk: int) -> bool:
         """Whether one sequence of `num_tokens` cache rows fits when nothing else is there."""
@@ -145,10 +95,8 @@ class CacheManager:
             self.arena.num_superblocks
         )
 
-    def match(
-        self, cache: SequenceCache, token_ids: Sequence[int], max_tokens: int
-    ) -> PrefixHit:
-        """Return the longest cached prefix of `token_ids` of at most `max_tokens`; changes nothing."""
+    def match(self, cache: SequenceCache, token_ids: Sequence[int], max_tokens: int) -> PrefixHit:
+        """Return the longest cached prefix of at most `max_tokens`; changes nothing."""
         if self._index is None:
             return NO_HIT
         nodes = self._index.match(cache.chain, token_ids, max_tokens, cache.salt)
@@ -158,11 +106,13 @@ class CacheManager:
 
     def record_query(self, num_tokens: int, hit: PrefixHit) -> None:
         """Count an admitted prompt in the hit statistics."""
+        if self._index is None:
+            return
         self.num_query_tokens += num_tokens
         self.num_hit_tokens += hit.num_tokens
 
     def growth_blocks(self, num_tokens: int) -> list[int]:
-        """Return, for each group, blocks enough for `num_tokens` more tokens spread over sequences."""
+        """Return, for each group, blocks enough for `num_tokens` more tokens in all."""
         return [manager.num_entries(num_tokens) for manager in self._managers]
 
     def remaining_blocks(self, cache: SequenceCache, num_tokens: int) -> list[int]:
@@ -181,41 +131,15 @@ class CacheManager:
         max_chunk: int,
         reserve: Sequence[int],
     ) -> Admission | None:
-        """Find room for a sequence that resumes from `hit` and computes `num_new` tokens; change nothing.
-
-        Args:
-            goal_tokens: length up to which the sequence must find room, now or by evicting.
-            max_chunk: most tokens of it in one step.
-            reserve: for each group, blocks that must stay obtainable beside it for others.
-
-        Returns:
-            What `commit_admission` carries out before any other change, or None if there is no room.
-        """
-        tables, shared = resumed_tables(self._managers, hit, self.grain_tokens)
-        goals = peak_blocks(self._managers, goal_tokens, max_chunk)
-        wanted = [
-            max(0, goal - sum(block != NO_BLOCK for block in table)) + extra
-            for goal, table, extra in zip(goals, tables, reserve, strict=True)
-        ]
-        shadow = ArenaShadow(self.arena)
-        for group, block in shared:
-            if self.arena.ref_count(group, block) == 0:
-                shadow.hold(group, block)
-        if not shadow.fits_after_eviction(wanted):
-            return None
-        lens = [len(table) for table in tables]
-        needs = count_fresh(self._managers, lens, hit.num_tokens, num_new)
-        protected = {entry for node in hit.nodes if node for entry in node.entries if entry}
-        victims = choose_victims(self._index, shadow, needs, protected)
-        if victims is None:
-            return None
-        return Admission(
-            num_computed=hit.num_tokens,
+        """Find room for a new sequence, as `core/placement.py` says; nothing changes."""
+        demand = AdmissionDemand(
+            hit=hit,
             num_new=num_new,
-            tables=tables,
-            shared=shared,
-            victims=victims,
+            goal_tokens=goal_tokens,
+            max_chunk=max_chunk,
+            reserve=reserve,
         )
+        return plan_admission(self._managers, self.arena, self._index, demand)
 
     def commit_admission(self, cache: SequenceCache, admission: Admission) -> None:
         """Give an empty cache the blocks of its prefix hit and of its first step."""
@@ -236,12 +160,12 @@ class CacheManager:
     ) -> NewBlocks | None:
         """Grow the tables of a sequence for a step of `num_new` tokens after `num_computed`.
 
-        Blocks that no later step reads are given back first. Copies that a fork asked for are added to
-        `copies`.
+        Blocks that no later step reads are given back first. Copies that a fork asked for are added
+        to `copies`.
 
         Returns:
-            The entries appended to each group's table, or None, with nothing changed, if there is no
-            room even after eviction.
+            The entries appended to each group's table, or None, with nothing changed, if there is
+            no room even after eviction.
         """
         self._give_back_dead(cache, num_computed)
         lens = [len(table) for table in cache.tables]
@@ -279,8 +203,8 @@ class CacheManager:
     def fork(self, cache: SequenceCache, num_tokens: int) -> SequenceCache | None:
         """Return a cache that shares the first `num_tokens` rows of `cache`.
 
-        Full blocks are shared; the rows of a partial last block are copied when the branch first grows.
-        None if some group cannot be shared; the branch then starts without a cache.
+        Full blocks are shared; the rows of a partial last block are copied when the branch first
+        grows. None if some group cannot be shared; the branch then starts without a cache.
         """
         if not all(manager.is_append_only for manager in self._managers):
             return None
@@ -294,7 +218,9 @@ class CacheManager:
             for block in (*tables[group], sources[group]):
                 if block != NO_BLOCK:
                     self._hold(group, block)
-        num_published = min(cache.num_published_tokens, num_tokens // self.grain_tokens * self.grain_tokens)
+        num_published = min(
+            cache.num_published_tokens, num_tokens // self.grain_tokens * self.grain_tokens
+        )
         return SequenceCache(
             salt=cache.salt,
             tables=tables,
@@ -303,7 +229,9 @@ class CacheManager:
             stable_tokens=0,
             num_published_tokens=num_published,
             chain=cache.chain[: num_tokens // self.grain_tokens],
-            duplicates=[d for d in cache.duplicates if (d + 1) * self.grain_tokens <= num_published],
+            duplicates=[
+                d for d in cache.duplicates if (d + 1) * self.grain_tokens <= num_published
+            ],
         )
 
     def free(self, cache: SequenceCache) -> None:
@@ -347,7 +275,8 @@ class CacheManager:
         if self._index is not None:
             for entry in self._index.clear():
                 for block in entry.block_ids:
-                    self.arena.reclaim(entry.group, block)
+                    if self.arena.ref_count(entry.group, block) == 0:
+                        self.arena.reclaim(entry.group, block)
 
     def _grow(self, cache: SequenceCache, num_computed: int, num_new: int) -> None:
         """Append the entries of a step to every table; there is room."""
@@ -385,7 +314,7 @@ class CacheManager:
     def _copy_sources(
         self, cache: SequenceCache, lens: Sequence[int], copies: list[BlockCopy]
     ) -> None:
-        """Order the copies of shared partial blocks; the sources stay pinned until the step is planned."""
+        """Order the copies of shared partial blocks; sources are pinned until `finish_step`."""
         for group, source in enumerate(cache.copy_sources):
             if source != NO_BLOCK:
                 target = cache.tables[group][lens[group]]
@@ -408,11 +337,11 @@ class CacheManager:
             per_grain = self.grain_tokens // manager.block_tokens
             blocks = tuple(cache.tables[group][number * per_grain : (number + 1) * per_grain])
             if NO_BLOCK not in blocks:
-                is_new &= self._index.register(cache.chain[number], group, blocks)
+                is_new &= self._index.register(cache.chain, number, group, blocks)
         return is_new
 
     def _republish(self, cache: SequenceCache) -> None:
-        """Take over grains whose earlier owner has been evicted, so that what follows stays reachable."""
+        """Take over grains whose first owner was evicted, so that what follows stays reachable."""
         if cache.duplicates:
             cache.duplicates = [d for d in cache.duplicates if not self._register(cache, d)]
 

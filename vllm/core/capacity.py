@@ -1,6 +1,7 @@
 """What the cache holds: the layout that all ranks agree on, and its capacity in honest numbers.
 
-Called by the engine at start-up, with what every rank reported. Pure arithmetic; it allocates nothing.
+Called by the engine at start-up, with what every rank reported. Pure arithmetic; it allocates
+nothing.
 """
 
 from __future__ import annotations
@@ -77,11 +78,13 @@ def make_uniform_groups(
         ConfigError: no layer has a cache, or one has a lifetime other than Full.
     """
     owners = [spec for spec in specs if spec.fields and spec.reads_from is None]
-    others = {s.layer: type(s.lifetime).__name__ for s in owners if not isinstance(s.lifetime, Full)}
+    others = {
+        s.layer: type(s.lifetime).__name__ for s in owners if not isinstance(s.lifetime, Full)
+    }
     if others:
         raise ConfigError(
-            f"layers {others} do not keep every token; this build serves uniform models only, whose "
-            "layers all have lifetime Full"
+            f"layers {others} do not keep every token; this build serves uniform models only, "
+            "whose layers all have lifetime Full"
         )
     if not owners:
         raise ConfigError("no layer of the model has a KV cache; there is nothing to schedule by")
@@ -100,8 +103,8 @@ def agree_on_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     for rank, report in enumerate(counts):
         if list(report) != names:
             raise ConfigError(
-                f"rank {rank} reports cache groups {list(report)}, rank 0 reports {names}; all ranks "
-                "must have the same groups in the same order"
+                f"rank {rank} reports cache groups {list(report)}, rank 0 reports {names}; all "
+                "ranks must have the same groups in the same order"
             )
     return {name: min(report[name] for report in counts) for name in names}
 
@@ -120,12 +123,15 @@ def make_layout(
     Args:
         groups: for each rank, its groups (same layers, own sizes).
         cache_bytes: for each rank, bytes that the cache may take.
+        max_model_len: most tokens of a sequence.
+        max_num_batched_tokens: most tokens of a step.
         num_blocks: instead of `cache_bytes`, room for this many blocks of every group.
-        check_max_model_len: False waives the proof (tests); sequences then end where the cache does.
+        check_max_model_len: False waives the proof (tests); sequences then end where the
+            cache does.
 
     Raises:
-        ConfigError: ranks disagree about groups, nothing fits, or one request of max_model_len tokens
-            does not fit into the empty cache.
+        ConfigError: ranks disagree about groups, nothing fits, or one request of max_model_len
+            tokens does not fit into the empty cache.
     """
     _check_same_groups(groups)
     if num_blocks is not None:
@@ -138,7 +144,8 @@ def make_layout(
     ]
     per_superblock = _agree_on_slots(groups, cache_bytes, geometries)
     sizes = [_superblock_bytes(own, per_superblock) for own in groups]
-    # One more superblock holds the pad blocks of padded rows; an override counts usable blocks only.
+    # One more superblock holds the pad blocks of padded rows; an override counts usable blocks
+    # only.
     spare = 0 if num_blocks is not None else 1
     num_superblocks = min(
         total // size - spare for total, size in zip(cache_bytes, sizes, strict=True)
@@ -179,9 +186,7 @@ def _check_same_groups(groups: Sequence[Sequence[KVCacheGroup]]) -> None:
 
 def _superblock_bytes(groups: Sequence[KVCacheGroup], per_superblock: Sequence[int]) -> int:
     """Return a rank's S for agreed K_g."""
-    return max(
-        per * group.block_bytes for per, group in zip(per_superblock, groups, strict=True)
-    )
+    return max(per * group.block_bytes for per, group in zip(per_superblock, groups, strict=True))
 
 
 def _agree_on_slots(
@@ -282,6 +287,7 @@ def _prove_max_model_len(
         f"the KV cache holds {layout.num_superblocks} superblocks "
         f"({max(0, report.arena_bytes) / _MIB:.1f} MiB), but one request of max_model_len = "
         f"{report.max_model_len} tokens needs {needed} "
-        f"({needed * report.superblock_bytes / _MIB:.1f} MiB); lower max_model_len to {low} or give the "
-        "cache more memory (VLLM_CPU_KVCACHE_SPACE, gpu_memory_utilization, num_gpu_blocks_override)"
+        f"({needed * report.superblock_bytes / _MIB:.1f} MiB); lower max_model_len to {low} or "
+        "give the cache more memory (VLLM_CPU_KVCACHE_SPACE, gpu_memory_utilization, "
+        "num_gpu_blocks_override)"
     )

@@ -22,9 +22,11 @@ def choose_victims(
 
     Entries are taken in eviction order on the shadow until the needs fit; then every one that turns
     out not to be needed is given back, the one that would have gone last first. What remains frees
-    slots of the right group or completes a superblock.
+    slots of the right group, completes a superblock, or could not be reached any more without an
+    entry that does.
 
     Args:
+        index: what is cached; None if nothing is.
         shadow: consumed; holds supposed before the call count.
         needs: new blocks of each group.
         protected: entries that must stay.
@@ -43,11 +45,18 @@ def choose_victims(
     else:
         return None
     victims = [taken.pop()]
+    gone = {(victims[0].node.digest, victims[0].group)}
     for entry in reversed(taken):
+        is_orphan = index.needs_parent(entry.group) and (entry.node.parent, entry.group) in gone
+        if is_orphan:
+            victims.append(entry)
+            gone.add((entry.node.digest, entry.group))
+            continue
         for block in entry.block_ids:
             shadow.restore(entry.group, block)
         if not shadow.fits(needs):
             for block in entry.block_ids:
                 shadow.evict(entry.group, block)
             victims.append(entry)
+            gone.add((entry.node.digest, entry.group))
     return victims

@@ -18,10 +18,8 @@ def need_blocks(
     return tuple(manager.need(num_computed, num_new) for manager in managers)
 
 
-def peak_blocks(
-    managers: Sequence[BlockManager], max_len: int, max_chunk: int
-) -> tuple[int, ...]:
-    """Return, for each group, the most blocks held on the way to `max_len` in chunks up to `max_chunk`."""
+def peak_blocks(managers: Sequence[BlockManager], max_len: int, max_chunk: int) -> tuple[int, ...]:
+    """Return, for each group, the most blocks held on the way to `max_len` tokens."""
     return tuple(manager.peak_need(max_len, max_chunk) for manager in managers)
 
 

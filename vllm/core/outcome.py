@@ -97,9 +97,7 @@ class OutcomeReader:
         if ends:
             self._roster.finish(sequence, FinishReason.LENGTH, result=result)
 
-    def _fork(
-        self, sequence: Sequence, out: RowOutput, results: list[SequenceResult]
-    ) -> None:
+    def _fork(self, sequence: Sequence, out: RowOutput, results: list[SequenceResult]) -> None:
         """Let the branches of a request begin, each with its own first token."""
         branches = self._roster.add_branches(sequence, out.token_ids)
         self.num_generated_tokens += len(branches)
@@ -137,6 +135,4 @@ class OutcomeReader:
         result.prompt_start = out.prompt_start + skip
         sequence.num_prompt_logprobs_sent += len(fresh)
         if not sequence.wants_prompt_logprobs:
-            sequence.sampling = msgspec.structs.replace(
-                sequence.sampling, num_prompt_logprobs=None
-            )
+            sequence.sampling = msgspec.structs.replace(sequence.sampling, num_prompt_logprobs=None)

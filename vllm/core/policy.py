@@ -56,7 +56,7 @@ def make_policy(name: str) -> Policy:
 
 
 class WaitingQueue:
-    """Waiting sequences by rank; those that left the waiting state otherwise drop out by themselves."""
+    """Waiting sequences by rank."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], int, Sequence]] = []
@@ -90,8 +90,8 @@ class WaitingQueue:
 class PromptDelay:
     """Holds new prompts back for a while so that they enter together.
 
-    A new prompt waits until the earliest one has waited `factor` times as long as the last step with a
-    new prompt took, unless nothing runs.
+    A new prompt waits until the earliest one has waited `factor` times as long as the last step
+    with a new prompt took, unless nothing runs.
     """
 
     def __init__(self, factor: float) -> None:

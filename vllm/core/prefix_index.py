@@ -1,9 +1,9 @@
 """Prefix index: which blocks hold the cache rows of which token prefix.
 
 Called by `core/cache_manager.py` only. A token history is cut into grains of h tokens; each full
-grain has a key that chains everything before it (SHA-256), and every group registers its blocks of the
-grain under that key. It counts no references and frees nothing: it says what can be resumed, keeps the
-order of eviction, and hands out victims.
+grain has a key that chains everything before it (SHA-256), and every group registers its blocks of
+the grain under that key. It counts no references and frees nothing: it says what can be resumed,
+keeps the order of eviction, and hands out victims.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class PrefixNode:
 
     Attributes:
         digest: key of the history up to the end of the grain.
+        parent: key of the history before the grain.
         tokens: the grain's tokens as bytes, compared on every hit.
         entries: for each group, its blocks of the grain, or None.
     """
 
-    __slots__ = ("digest", "entries", "tokens")
+    __slots__ = ("digest", "entries", "parent", "tokens")
 
-    def __init__(self, digest: bytes, tokens: bytes, num_groups: int) -> None:
+    def __init__(self, digest: bytes, parent: bytes, tokens: bytes, num_groups: int) -> None:
         self.digest = digest
+        self.parent = parent
         self.tokens = tokens
         self.entries: list[PrefixEntry | None] = [None] * num_groups
 
@@ -93,7 +95,7 @@ def resumed_tables(
 
 
 def describe_geometry(groups: Sequence[KVCacheGroup]) -> bytes:
-    """Return what a cached row's meaning depends on beside its tokens: layers, shapes, dtypes, windows."""
+    """Return what a cached row depends on beside its tokens: layers, shapes, dtypes, windows."""
     parts = [
         f"{group.name}|{group.lifetime}|{group.block_tokens}|"
         + ";".join(
@@ -108,8 +110,8 @@ def describe_geometry(groups: Sequence[KVCacheGroup]) -> bytes:
 class PrefixIndex:
     """Chain keys, nodes, and the order of eviction.
 
-    The order is least recently used first, and among blocks used last by the same sequence the deepest
-    first, because a sequence gives its blocks back from its end to its start.
+    The order is least recently used first, and among blocks used last by the same sequence the
+    deepest first, because a sequence gives its blocks back from its end to its start.
 
     Attributes:
         grain_tokens: h, a multiple of every group's block_tokens.
@@ -132,7 +134,7 @@ class PrefixIndex:
     def extend_chain(
         self, chain: list[ChainKey], token_ids: Sequence[int], num_grains: int, salt: str
     ) -> None:
-        """Append keys to `chain` until it has `num_grains`, all of whose tokens are in `token_ids`."""
+        """Append keys to `chain` until it has `num_grains`; `token_ids` holds all their tokens."""
         grain = self.grain_tokens
         digest = chain[-1][0] if chain else self._root(salt)
         for index in range(len(chain), num_grains):
@@ -143,11 +145,11 @@ class PrefixIndex:
     def match(
         self, chain: list[ChainKey], token_ids: Sequence[int], max_tokens: int, salt: str
     ) -> list[PrefixNode | None]:
-        """Return the grains of the longest prefix, at most `max_tokens`, at which every group can resume.
+        """Return the grains of the longest prefix at which every group can resume.
 
         `chain` is extended as far as the search went. One walk up finds the runs of each group's
-        entries, one scan down takes the first position that satisfies all. A grain of which nothing is
-        cached is None; that happens only where no group needs it.
+        entries, one scan down takes the first position that satisfies all. A grain of which nothing
+        is cached is None; that happens only where no group needs it.
         """
         grain = self.grain_tokens
         num_groups = len(self._managers)
@@ -188,14 +190,32 @@ class PrefixIndex:
         """Return the node of a key, or None."""
         return self._nodes.get(digest)
 
-    def register(self, key: ChainKey, group: int, block_ids: tuple[int, ...]) -> bool:
-        """Record held blocks as the content of a grain; False if the group already has some there."""
-        digest, tokens = key
+    def needs_parent(self, group: int) -> bool:
+        """Whether an entry of a group is of no use without the entry of the grain before."""
+        return self._managers[group].needs_whole_prefix
+
+    def register(
+        self, chain: Sequence[ChainKey], number: int, group: int, block_ids: tuple[int, ...]
+    ) -> bool:
+        """Record held blocks as a group's content of grain `number` of a chain.
+
+        An entry that nothing could reach is not recorded.
+
+        Returns:
+            False if the group already has content there, in these or other blocks.
+        """
+        digest, tokens = chain[number]
+        parent = chain[number - 1][0] if number else b""
         node = self._nodes.get(digest)
-        if node is None:
-            node = self._nodes[digest] = PrefixNode(digest, tokens, len(self._managers))
-        if node.entries[group] is not None:
+        if node is not None and node.entries[group] is not None:
             return False
+        if parent and self._managers[group].needs_whole_prefix:
+            before = self._nodes.get(parent)
+            if before is None or before.entries[group] is None:
+                return True
+        if node is None:
+            node = PrefixNode(digest, parent, tokens, len(self._managers))
+            self._nodes[digest] = node
         entry = node.entries[group] = PrefixEntry(node, group, block_ids)
         entry_of = self._entry_of[group]
         for block in block_ids:
@@ -220,7 +240,7 @@ class PrefixIndex:
         return True
 
     def touch(self, digest: bytes) -> None:
-        """Count a use of the entries of a grain by someone who holds other blocks of the same content."""
+        """Count a use of a grain by someone who holds other blocks of the same content."""
         node = self._nodes.get(digest)
         if node is None:
             return
@@ -229,7 +249,7 @@ class PrefixIndex:
                 self._evictable.move_to_end(entry)
 
     def victims(self, protected: Container[PrefixEntry]) -> Iterator[PrefixEntry]:
-        """Yield evictable entries in the order in which they should go, without those in `protected`."""
+        """Yield evictable entries in the order in which they should go, except `protected` ones."""
         for entry in self._evictable:
             if entry not in protected:
                 yield entry
@@ -240,13 +260,13 @@ class PrefixIndex:
         self._forget(entry)
 
     def clear(self) -> list[PrefixEntry]:
-        """Forget everything; return the entries that were evictable, whose blocks the caller frees."""
-        idle = list(self._evictable)
+        """Forget and return everything; the caller frees blocks that nobody holds."""
+        entries = [e for node in self._nodes.values() for e in node.entries if e is not None]
         self._evictable.clear()
         self._nodes.clear()
         for entry_of in self._entry_of:
             entry_of.clear()
-        return idle
+        return entries
 
     def _forget(self, entry: PrefixEntry) -> None:
         entry_of = self._entry_of[entry.group]

@@ -28,7 +28,8 @@ class Roster:
         prefilling: those of them that have known tokens left to compute beside the newest.
         waiting: sequences without a seat.
         num_reserved_seats: seats kept for branches of running requests that have not forked.
-        num_releasing: sequences that left while a step with them runs; their blocks come back with it.
+        num_releasing: sequences that left while a step with them runs; their blocks come back with
+            that step.
         num_preemptions: preemptions so far.
     """
 
@@ -100,8 +101,7 @@ class Roster:
     ) -> None:
         """End a sequence.
 
-        Args:
-            result: what tells the caller; without one a new one is kept for `take_results`.
+        Without a `result` to complete, a new one is kept for `take_results`.
         """
         if result is None:
             result = SequenceResult(sequence.state.request.request_id, sequence.branch, [])
@@ -148,6 +148,7 @@ class Roster:
         shared, or the parent has lost its seat, they wait and are recomputed.
 
         Args:
+            parent: branch 0.
             token_ids: first output token of each of the n branches.
         """
         state = parent.state
@@ -159,9 +160,7 @@ class Roster:
         branches = []
         for branch in range(1, state.request.n):
             child = self._make_sequence(state, branch, [*prompt, token_ids[branch]])
-            shared = (
-                self._cache.fork(parent.cache, parent.num_prompt_tokens) if is_seated else None
-            )
+            shared = self._cache.fork(parent.cache, parent.num_prompt_tokens) if is_seated else None
             if shared is None:
                 self.waiting.push(child)
             else:

@@ -12,8 +12,8 @@ Stop = tuple[FinishReason, int | None]
 def check_stop(sequence: Sequence, token_id: int) -> Stop | None:
     """Return how a sequence ends with its newest token, or None if it goes on.
 
-    Before min_tokens outputs neither EOS nor a stop id ends it. A stop id is its own stop reason, EOS
-    has none.
+    Before min_tokens outputs neither EOS nor a stop id ends it. A stop id is its own stop reason,
+    EOS has none.
     """
     state = sequence.state
     num_tokens = len(sequence.token_ids)

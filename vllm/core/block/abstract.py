@@ -1,8 +1,8 @@
 """The rules of one lifetime: which entries of a block table exist, die, are stored, can be resumed.
 
 One small subclass for each lifetime, listed in `core/block/table.py`. `core/need.py` and the cache
-manager derive everything from these answers: need, allocation, freeing and prefix hits can therefore
-not disagree. Subclasses hold no state and allocate nothing.
+manager derive everything from these answers: need, allocation, freeing and prefix hits can
+therefore not disagree. Subclasses hold no state and allocate nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class BlockManager(ABC):
     `block_tokens`. n is the number of tokens computed before a step, q the number it adds.
 
     Attributes:
-        is_append_only: rows once written never change, so that a branch may share its parent's blocks
-            at any later time. A group for which this is False is recomputed by branches.
+        is_append_only: rows once written never change, so that a branch may share its parent's
+            blocks at any later time. A group for which this is False is recomputed by branches.
         needs_whole_prefix: no position can be resumed behind a gap in the cached blocks.
     """
 
@@ -56,7 +56,7 @@ class BlockManager(ABC):
 
     @abstractmethod
     def stable_tokens(self, num_tokens: int) -> int:
-        """Return the largest length that one-token steps reach from `num_tokens` with the same table."""
+        """Return the length up to which one-token steps from `num_tokens` keep the table."""
 
     @abstractmethod
     def can_resume(self, position: int, run_start: int, head_run: int) -> bool:

@@ -1,8 +1,8 @@
 """The byte arena as superblocks: who owns which, which slots are free, cached or held.
 
 Called by `core/cache_manager.py` only. Counts and ids, no bytes and no tensors: block id =
-superblock * K_g + slot. A superblock belongs to one group from its first block until it is empty. It
-never decides what to evict: it answers what would fit, and does what it is told.
+superblock * K_g + slot. A superblock belongs to one group from its first block until it is empty.
+It never decides what to evict: it answers what would fit, and does what it is told.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ _NO_OWNER = -1
 class SuperblockArena:
     """Ownership of superblocks and reference counts of blocks.
 
-    A slot is free, held (reference count above 0) or cached (count 0, content kept for prefix hits).
-    Free slots are taken from the fullest superblock of the group, so that emptier ones drain.
+    A slot is free, held (reference count above 0) or cached (count 0, content kept for prefix
+    hits). Free slots are taken from the fullest superblock of the group, so that emptier ones
+    drain.
 
     Attributes:
         blocks_per_superblock: K_g of each group.
         num_superblocks: superblocks in the arena.
         num_free_slots: for each group, free slots in superblocks it owns.
-        num_reclaimable: for each group, slots that are not held in superblocks with a held one: what
-            the group could use there if everything cached were evicted.
+        num_reclaimable: for each group, slots that are not held in superblocks with a held one:
+            what the group could use there if everything cached were evicted.
         num_idle: superblocks that are owned but hold only cached or free slots.
+        num_releases: how often a block has lost its last holder.
     """
 
     def __init__(self, blocks_per_superblock: Sequence[int], num_superblocks: int) -> None:
@@ -34,6 +36,7 @@ class SuperblockArena:
         self.num_free_slots = [0] * num_groups
         self.num_reclaimable = [0] * num_groups
         self.num_idle = 0
+        self.num_releases = 0
         self._num_owned = [0] * num_groups
         self._num_held = [0] * num_groups
         self._free = list(range(num_superblocks - 1, -1, -1))
@@ -43,7 +46,7 @@ class SuperblockArena:
         self._held = [0] * num_superblocks
         self._slots: list[list[int]] = [[] for _ in range(num_superblocks)]
         self._refs = [[0] * (k * num_superblocks) for k in self.blocks_per_superblock]
-        # Superblocks with free slots, by number of used ones; bit u of the mask says bucket u is filled.
+        # Superblocks with free slots, by number of used ones; bit u of a mask: bucket u is filled.
         self._buckets: list[list[dict[int, None]]] = [
             [{} for _ in range(k)] for k in self.blocks_per_superblock
         ]
@@ -141,6 +144,7 @@ class SuperblockArena:
         superblock = block // self.blocks_per_superblock[group]
         held = self._held[superblock] = self._held[superblock] - 1
         self._num_held[group] -= 1
+        self.num_releases += 1
         if held:
             self.num_reclaimable[group] += 1
         else:

@@ -1,7 +1,7 @@
-"""Superblock geometry: how one byte arena is cut so that every group's blocks fit with little waste.
+"""Superblock geometry: how an arena is cut so that every group's blocks fit with little waste.
 
-Called by `core/capacity.py` at start-up, once for each rank. Pure arithmetic over sizes in bytes; it
-allocates nothing and knows no layer. All limits are arguments.
+Called by `core/capacity.py` at start-up, once for each rank. Pure arithmetic over sizes in bytes;
+it allocates nothing and knows no layer. All limits are arguments.
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ def plan_superblocks(
     """Choose the smallest superblock that wastes at most `max_waste` for every group.
 
     S is a multiple of the largest block, at most `max_superblock_bytes`, with at least
-    `min_superblocks` of them in the arena. Where no such S exists, the S with the least expected loss
-    is taken: its worst tail waste plus half a superblock for each group.
+    `min_superblocks` of them in the arena. Where no such S exists, the S with the least expected
+    loss is taken: its worst tail waste plus half a superblock for each group.
 
     Args:
         block_bytes: u_g of each group, multiples of 256.
         arena_bytes: bytes to be cut, at least one of the largest blocks.
+        max_superblock_bytes: upper limit of S.
+        min_superblocks: lower limit of their number.
+        max_waste: upper limit of the share of a superblock that any group leaves unused.
 
     Raises:
         ConfigError: a block does not fit into the arena, or is not aligned.
@@ -64,12 +67,13 @@ def plan_superblocks(
     largest = max(block_bytes)
     if any(size <= 0 or size % BLOCK_ALIGNMENT_BYTES for size in block_bytes):
         raise ConfigError(
-            f"block sizes {list(block_bytes)} must be positive multiples of {BLOCK_ALIGNMENT_BYTES} bytes"
+            f"block sizes {list(block_bytes)} must be positive multiples of "
+            f"{BLOCK_ALIGNMENT_BYTES} bytes"
         )
     if largest > arena_bytes:
         raise ConfigError(
-            f"a cache block has {largest} bytes but the cache has only {arena_bytes}; give the cache "
-            "more memory or use a smaller block size"
+            f"a cache block has {largest} bytes but the cache has only {arena_bytes}; give the "
+            "cache more memory or use a smaller block size"
         )
     best = largest
     best_loss = float("inf")
@@ -85,9 +89,7 @@ def plan_superblocks(
     return _geometry(best, block_bytes, within_limits=False)
 
 
-def _geometry(
-    size: int, block_bytes: Sequence[int], *, within_limits: bool
-) -> SuperblockGeometry:
+def _geometry(size: int, block_bytes: Sequence[int], *, within_limits: bool) -> SuperblockGeometry:
     return SuperblockGeometry(
         superblock_bytes=size,
         blocks_per_superblock=tuple(size // small for small in block_bytes),
