@@ -6,7 +6,7 @@
 namespace vllm::cpu {
 
 // Users of scratch that may be active at once on one thread.
-enum class Scratch : int { kActivations, kAttention, kPartials, kStep, kCount };
+enum class Scratch : int { kActivations, kAttention, kPartials, kStep, kLogits, kExperts, kCount };
 
 // At least `bytes` bytes, 64-byte aligned, uninitialised, owned by the calling thread and valid
 // until its next call for the same use. Other threads may write to it while the owner waits for

@@ -7,11 +7,11 @@ namespace VLLM_KERNEL_NAMESPACE {
 namespace {
 
 // log(sum of e^x) of a row whose maximum is `most`, as most + the result.
-double find_log_mass(const float* x, int64_t n, float most, const Scratch& scratch) {
+double find_log_mass(const float* x, int64_t n, float most, const RowScratch& scratch) {
   return __builtin_log(find_mass(x, n, 1.0f, most, scratch));
 }
 
-int64_t count_above(const float* x, int64_t n, float logit, const Scratch& scratch) {
+int64_t count_above(const float* x, int64_t n, float logit, const RowScratch& scratch) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kBlock) {
     if (!(scratch.maxima[i / kBlock] > logit)) continue;
@@ -25,7 +25,7 @@ int64_t count_above(const float* x, int64_t n, float logit, const Scratch& scrat
 
 // Puts the k first tokens of the row in front of scratch.tokens, in order. Where fewer than k are
 // above -inf, the others follow in order of their ids.
-void sort_first_k(const float* x, int64_t n, int64_t k, const Scratch& scratch) {
+void sort_first_k(const float* x, int64_t n, int64_t k, const RowScratch& scratch) {
   int64_t count = collect_first_k(x, n, k, scratch);
   sort(scratch.tokens, count, TokenBefore());
   for (int64_t id = 0; id < n && count < k; ++id) {
@@ -35,7 +35,7 @@ void sort_first_k(const float* x, int64_t n, int64_t k, const Scratch& scratch) 
   }
 }
 
-void write_row(const LogprobArgs& args, int64_t row, const Scratch& scratch) {
+void write_row(const LogprobArgs& args, int64_t row, const RowScratch& scratch) {
   const int64_t n = args.logits.n, k = args.k, chosen = args.chosen_ids[row];
   const float* x = args.logits.data + row * args.logits.stride;
   float* logprobs = args.out_logprobs + row * (1 + k);
@@ -103,7 +103,7 @@ void apply_token_bitmask(const BitmaskArgs& args) {
 void topk_logprobs(const LogprobArgs& args) {
   const int64_t rows = args.logits.rows, n = args.logits.n;
   parallel_for(rows, rows * n * 8, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(n);
+    const RowScratch scratch(n);
     for (int64_t row = begin; row < end; ++row) write_row(args, row, scratch);
   });
 }

@@ -53,7 +53,7 @@ Token find_last_kept(Token* tokens, int64_t count, const float* mass, double bef
   return tokens[count - 1];
 }
 
-Token find_top_k_cut(const float* x, int64_t n, const Filter& filter, const Scratch& scratch) {
+Token find_top_k_cut(const float* x, int64_t n, const Filter& filter, const RowScratch& scratch) {
   const int64_t count = collect_first_k(x, n, filter.top_k, scratch);
   double total = 0.0;
   for (int64_t i = 0; i < count; ++i) total += scratch.mass[scratch.tokens[i].id];
@@ -62,7 +62,7 @@ Token find_top_k_cut(const float* x, int64_t n, const Filter& filter, const Scra
 }
 
 Token find_top_p_cut(const float* x, int64_t n, const Filter& filter, double total,
-                     const Scratch& scratch) {
+                     const RowScratch& scratch) {
   const double target = filter.top_p * total;
   // Tokens lighter than an n-th of half the mass that may go are not needed to reach the target.
   const double lightest = 0.5 * (1.0 - filter.top_p) * total / static_cast<double>(n);
@@ -73,14 +73,14 @@ Token find_top_p_cut(const float* x, int64_t n, const Filter& filter, double tot
 
 // The last token that top-k and top-p keep; its id is -1 where both keep everything.
 Token find_cut(const float* x, int64_t n, const Filter& filter, double total,
-               const Scratch& scratch) {
+               const RowScratch& scratch) {
   if (filter.top_k > 0 && filter.top_k < n) return find_top_k_cut(x, n, filter, scratch);
   if (filter.top_p < 1.0f) return find_top_p_cut(x, n, filter, total, scratch);
   return Token{0.0f, -1};
 }
 
 // Takes the mass of filtered tokens away; returns what is left, by chunk in scratch.sums.
-double drop_filtered(const float* x, int64_t n, Token cut, float min_p, const Scratch& scratch) {
+double drop_filtered(const float* x, int64_t n, Token cut, float min_p, const RowScratch& scratch) {
   const bool has_cut = cut.id >= 0;
   for_chunks(n, [&](int64_t chunk, int64_t first, int64_t last) {
     Vec sum = zero();
@@ -113,7 +113,7 @@ double drop_filtered(const float* x, int64_t n, Token cut, float min_p, const Sc
 
 // Mass of every token that is kept, in scratch.mass; returns the sum, by chunk in scratch.sums.
 double weigh_row(const float* x, int64_t n, const Filter& filter, float most,
-                 const Scratch& scratch) {
+                 const RowScratch& scratch) {
   const float top = clean(most / filter.temperature);
   const double total = find_mass(x, n, filter.temperature, top, scratch);
   const Token cut = find_cut(x, n, filter, total, scratch);
@@ -122,7 +122,7 @@ double weigh_row(const float* x, int64_t n, const Filter& filter, float most,
 }
 
 // The first token, in order of ids, at which the mass exceeds `target`.
-int64_t find_at_mass(int64_t n, double target, int64_t fallback, const Scratch& scratch) {
+int64_t find_at_mass(int64_t n, double target, int64_t fallback, const RowScratch& scratch) {
   double before = 0.0;
   int64_t last_kept = fallback;
   for (int64_t c = 0; c < ceil_div(n, kChunk); ++c) {
@@ -141,7 +141,7 @@ int64_t find_at_mass(int64_t n, double target, int64_t fallback, const Scratch& 
   return last_kept;
 }
 
-int64_t sample_row(const SampleArgs& args, int64_t row, const Scratch& scratch) {
+int64_t sample_row(const SampleArgs& args, int64_t row, const RowScratch& scratch) {
   const int64_t n = args.logits.n;
   const float* x = args.logits.data + row * args.logits.stride;
   const float most = find_maxima(x, n, scratch);
@@ -155,7 +155,7 @@ int64_t sample_row(const SampleArgs& args, int64_t row, const Scratch& scratch) 
   return find_at_mass(n, u * total, best, scratch);
 }
 
-void filter_row(float* x, int64_t n, const Filter& filter, const Scratch& scratch) {
+void filter_row(float* x, int64_t n, const Filter& filter, const RowScratch& scratch) {
   const float most = find_maxima(x, n, scratch);
   if (most == kMinusInf || filter.is_greedy(most)) return;
   weigh_row(x, n, filter, most, scratch);
@@ -177,7 +177,7 @@ void filter_row(float* x, int64_t n, const Filter& filter, const Scratch& scratc
 
 void argmax(int64_t* out_ids, const Logits& logits) {
   parallel_for(logits.rows, logits.rows * logits.n, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(logits.n);
+    const RowScratch scratch(logits.n);
     for (int64_t row = begin; row < end; ++row) {
       const float* x = logits.data + row * logits.stride;
       const float most = find_maxima(x, logits.n, scratch);
@@ -189,7 +189,7 @@ void argmax(int64_t* out_ids, const Logits& logits) {
 void sample(const SampleArgs& args) {
   const int64_t rows = args.logits.rows;
   parallel_for(rows, rows * args.logits.n * kRowCost, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(args.logits.n);
+    const RowScratch scratch(args.logits.n);
     for (int64_t row = begin; row < end; ++row) {
       args.out_ids[row] = sample_row(args, row, scratch);
     }
@@ -198,7 +198,7 @@ void sample(const SampleArgs& args) {
 
 void filter_logits(const Logits& logits, const FilterArgs& filters) {
   parallel_for(logits.rows, logits.rows * logits.n * kRowCost, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(logits.n);
+    const RowScratch scratch(logits.n);
     for (int64_t row = begin; row < end; ++row) {
       filter_row(logits.data + row * logits.stride, logits.n, Filter(filters, row), scratch);
     }

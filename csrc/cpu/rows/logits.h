@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cfloat>
-#include <cstdlib>
 
+#include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/select.h"
 
@@ -47,31 +47,19 @@ struct FloatBefore {
   VLLM_INLINE bool operator()(float a, float b) const { return a > b; }
 };
 
-// Memory for the passes over one row of n logits; made once by each thread of a call.
-class Scratch {
- public:
-  explicit Scratch(int64_t n)
-      : memory_(static_cast<char*>(std::aligned_alloc(64, bytes(n)))),
-        tokens(reinterpret_cast<Token*>(memory_)),
-        sums(reinterpret_cast<double*>(tokens + padded(n))),
-        band_sums(sums + padded(n) / kChunk),
-        mass(reinterpret_cast<float*>(band_sums + padded(n) / kChunk * 2 * kBandSplits)),
-        maxima(mass + padded(n)),
-        sorted_maxima(maxima + padded(n) / kBlock) {}
-  ~Scratch() { std::free(memory_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
- private:
-  static int64_t padded(int64_t n) { return ceil_div(n, kChunk) * kChunk; }
-  static size_t bytes(int64_t n) {
-    const int64_t p = padded(n);
-    const int64_t doubles = p / kChunk * (1 + 2 * kBandSplits);
-    return static_cast<size_t>(ceil_div(p * 12 + doubles * 8 + p / kBlock * 8, 64) * 64);
+// Memory of the calling thread for the passes over one row of n logits.
+struct RowScratch {
+  explicit RowScratch(int64_t n) {
+    const int64_t chunks = ceil_div(n, kChunk), size = chunks * kChunk, blocks = size / kBlock;
+    const int64_t doubles = chunks * (1 + 2 * kBandSplits);
+    const int64_t bytes = size * 12 + doubles * 8 + blocks * 8;
+    tokens = static_cast<Token*>(thread_scratch(Scratch::kLogits, static_cast<size_t>(bytes)));
+    sums = reinterpret_cast<double*>(tokens + size);
+    band_sums = sums + chunks;
+    mass = reinterpret_cast<float*>(sums + doubles);
+    maxima = mass + size;
+    sorted_maxima = maxima + blocks;
   }
-  char* memory_;
-
- public:
   Token* tokens;         // candidates
   double* sums;          // of the mass in each chunk
   double* band_sums;     // of each chunk, see mass_band.h
@@ -91,7 +79,7 @@ VLLM_INLINE void for_chunks(int64_t n, const Fn& fn) {
 }
 
 // Fills scratch.maxima; returns the maximum of the row.
-inline float find_maxima(const float* x, int64_t n, const Scratch& scratch) {
+inline float find_maxima(const float* x, int64_t n, const RowScratch& scratch) {
   for_chunks(n, [&](int64_t, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int64_t end = i + kBlock < last ? i + kBlock : last;
@@ -108,7 +96,7 @@ inline float find_maxima(const float* x, int64_t n, const Scratch& scratch) {
 }
 
 // The first id with this logit, which find_maxima returned for the row.
-inline int64_t find_first(const float* x, int64_t n, float most, const Scratch& scratch) {
+inline int64_t find_first(const float* x, int64_t n, float most, const RowScratch& scratch) {
   int64_t b = 0;
   while (scratch.maxima[b] != most) ++b;
   for (int64_t i = b * kBlock; i < n; ++i) {
@@ -125,7 +113,7 @@ VLLM_INLINE Vec mass_of(Vec x, Vec temperature, Vec top) {
 
 // Fills scratch.mass and scratch.sums; returns the mass of the row.
 inline double find_mass(const float* x, int64_t n, float temperature, float top,
-                        const Scratch& scratch) {
+                        const RowScratch& scratch) {
   for_chunks(n, [&](int64_t chunk, int64_t first, int64_t last) {
     Vec sum = zero();
     for (int64_t i = first; i < last; i += kLanes) {
@@ -141,7 +129,7 @@ inline double find_mass(const float* x, int64_t n, float temperature, float top,
 }
 
 // Collects the tokens with a logit of at least `least` and above -inf; returns how many.
-inline int64_t collect_tokens(const float* x, int64_t n, float least, const Scratch& scratch) {
+inline int64_t collect_tokens(const float* x, int64_t n, float least, const RowScratch& scratch) {
   if (!(least > -FLT_MAX)) least = -FLT_MAX;
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kBlock) {
@@ -159,7 +147,7 @@ inline int64_t collect_tokens(const float* x, int64_t n, float least, const Scra
 }
 
 // A logit that at least k tokens reach, from the maxima of blocks; -inf where they do not say.
-inline float find_kth_bound(int64_t n, int64_t k, const Scratch& scratch) {
+inline float find_kth_bound(int64_t n, int64_t k, const RowScratch& scratch) {
   const int64_t blocks = ceil_div(n, kBlock);
   if (k > blocks) return kMinusInf;
   for (int64_t b = 0; b < blocks; ++b) scratch.sorted_maxima[b] = scratch.maxima[b];
@@ -173,7 +161,7 @@ inline float find_kth_bound(int64_t n, int64_t k, const Scratch& scratch) {
 
 // Collects the k first tokens in front of scratch.tokens, unordered; returns how many there are
 // (fewer than k where the rest is -inf).
-inline int64_t collect_first_k(const float* x, int64_t n, int64_t k, const Scratch& scratch) {
+inline int64_t collect_first_k(const float* x, int64_t n, int64_t k, const RowScratch& scratch) {
   const int64_t count = collect_tokens(x, n, find_kth_bound(n, k, scratch), scratch);
   if (count <= k) return count;
   select_first_k(scratch.tokens, count, k, TokenBefore());

@@ -22,7 +22,7 @@ VLLM_INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bit
 
 // Mass and number of the tokens at or above each of kBandSplits rising thresholds.
 inline void sum_above(int64_t n, const float* thresholds, double* mass, double* count,
-                      const Scratch& scratch) {
+                      const RowScratch& scratch) {
   for_chunks(n, [&](int64_t chunk, int64_t first, int64_t last) {
     Vec sums[kBandSplits];
     int64_t counts[kBandSplits] = {};
@@ -51,7 +51,7 @@ inline void sum_above(int64_t n, const float* thresholds, double* mass, double* 
 
 // A band in which the mass, summed from the heaviest token down, reaches `target`. The tokens at or
 // above `low` must reach it.
-inline MassBand find_band(int64_t n, float low, double target, const Scratch& scratch) {
+inline MassBand find_band(int64_t n, float low, double target, const RowScratch& scratch) {
   constexpr float kAboveAll = 1.0000001f;  // the next float after the heaviest mass, which is 1
   MassBand band{.low = low, .high = kAboveAll, .mass_above = 0.0};
   double count_low = static_cast<double>(n), count_high = 0.0;
@@ -82,7 +82,7 @@ inline MassBand find_band(int64_t n, float low, double target, const Scratch& sc
 
 // Collects the tokens of a band, in order of their ids; returns how many.
 inline int64_t collect_band(const float* x, int64_t n, const MassBand& band,
-                            const Scratch& scratch) {
+                            const RowScratch& scratch) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vec w = load(scratch.mass + i);
