@@ -14,7 +14,7 @@ from tests.utils.fixtures_models import build_reach, change_token, make_reach_pr
 from tests.utils.paged_driver import PagedDriver
 from vllm.model_executor.models.causal_lm import CausalLM
 
-KERNEL = "cpu"
+KERNEL = "torch"
 SEEN = 1e-5
 
 
@@ -103,7 +103,6 @@ def test_qwen2_windows_follow_the_switch_and_the_first_layer(
 ) -> None:
     reference = build_reach(
         "qwen2",
-        head_dim=None,
         sliding_window=20,
         use_sliding_window=use,
         max_window_layers=first,

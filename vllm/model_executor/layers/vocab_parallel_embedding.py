@@ -58,14 +58,18 @@ class VocabParallelEmbedding(VocabMatrix):
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Return the rows of `ids`, [T, E], on every rank."""
+        return self._tp.all_reduce(self.look_up(ids_T))
+
+    def look_up(self, ids_T: Tensor) -> Tensor:
+        """Return the rows that this rank holds and zeros for the others, [T, E]."""
         if self._tp.size == 1:
-            return self._look_up(ids_T)
+            return self._gather(ids_T)
         local_T = ids_T - self.first_row
         is_here_T = (local_T >= 0) & (local_T < self.num_rows)
-        rows_TE = self._look_up(torch.where(is_here_T, local_T, 0))
-        return self._tp.all_reduce(torch.where(is_here_T[:, None], rows_TE, 0.0))
+        rows_TE = self._gather(torch.where(is_here_T, local_T, 0))
+        return torch.where(is_here_T[:, None], rows_TE, 0.0)
 
-    def _look_up(self, ids_T: Tensor) -> Tensor:
+    def _gather(self, ids_T: Tensor) -> Tensor:
         if self.packed is None:
             assert self.weight is not None
             return F.embedding(ids_T, self.weight)
