@@ -172,7 +172,9 @@ def test_random_geometries_equal_a_loop_over_keys(seed: int, name: str, dtype: D
     problem = make_problem(seed, dtype)
     expected = attend_slowly(problem)
     found = run(load_backend(name), problem)
-    assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * max(1, expected.abs().max())
+    assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * max(
+        1, expected.abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])

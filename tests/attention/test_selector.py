@@ -79,7 +79,7 @@ def test_nothing_serves() -> None:
 
 
 def test_an_unknown_name_lists_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match="'flashattn7'.*flashattn3"):
+    with pytest.raises(ConfigError, match=r"'flashattn7'.*flashattn3"):
         resolve("flashattn7")
 
 
@@ -99,13 +99,13 @@ def test_environment_names_of_other_machines_warn(
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", given)
     assert resolve().kernel == "cpu"
     assert len(caplog.records) == 1
-    assert resolve("torch").kernel == "torch", "a kernel named for a layer goes before the environment"
+    assert resolve("torch").kernel == "torch", (
+        "a kernel named for a layer goes before the environment"
+    )
 
 
 @pytest.mark.parametrize("given", ["flash_attn", "FLASH", "Torch"])
-def test_unknown_environment_names_are_refused(
-    monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
+def test_unknown_environment_names_are_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", given)
     with pytest.raises(ConfigError, match="XFORMERS"):
         resolve()

@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own: same tokens as one, and no way to end without being noticed."""
+"""Two ranks in processes of their own: the tokens of one, and no way to end unnoticed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def test_a_step_that_fails_brings_its_traceback() -> None:
     executor = start()
     first = make_first_plan(PROMPTS, SAMPLING)
     executor.submit(first).wait()
-    with pytest.raises(EngineDeadError, match=r"(?s)rank \d failed: AssertionError.*Traceback.*_add"):
+    with pytest.raises(
+        EngineDeadError, match=r"(?s)rank \d failed: AssertionError.*Traceback.*_add"
+    ):
         executor.submit(first).wait()  # the same sequences enter twice
     executor.shutdown()
 
@@ -156,7 +158,9 @@ def test_what_cannot_be_served_is_said_as_in_one_process() -> None:
     assert str(one.value) == str(two.value)
 
 
-@pytest.mark.parametrize(("given", "name"), [({"pipeline": 2}, "pipeline"), ({"backend": "ray"}, "ray")])
+@pytest.mark.parametrize(
+    ("given", "name"), [({"pipeline": 2}, "pipeline"), ({"backend": "ray"}, "ray")]
+)
 def test_what_follows_later_is_refused(given: dict, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         make_executor(make_config(1, **given))
@@ -174,7 +178,10 @@ time.sleep(60)
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_do_not_outlive_the_engine(sign: signal.Signals) -> None:
     engine = subprocess.Popen(
-        [sys.executable, "-c", _ENGINE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", _ENGINE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     with engine:
         pids = tuple(int(pid) for pid in engine.stdout.readline().split())

@@ -111,9 +111,7 @@ def make_first_plan(
     )
 
 
-def run_steps(
-    executor: Executor, first: StepPlan, num_steps: int
-) -> list[list[RowOutput]]:
+def run_steps(executor: Executor, first: StepPlan, num_steps: int) -> list[list[RowOutput]]:
     """Run a first step and then decode every row; returns the rows of each step."""
     lens = {row.seq_id: row.num_new_tokens for row in first.rows}
     outputs = [executor.submit(first).wait().rows]

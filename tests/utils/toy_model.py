@@ -1,7 +1,7 @@
-"""A model small enough to reason about, and a driver that makes StepPlans for it without a scheduler.
+"""A model small enough to reason about, and a driver that makes StepPlans without a scheduler.
 
-Used by tests of the worker. The model is made of real `Attention` layers; `reference_logits` computes the
-same function densely, with no cache.
+Used by tests of the worker. The model is made of real `Attention` layers; `reference_logits`
+computes the same function densely, with no cache.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class ToyModel(nn.Module):
         )
 
     def cache_specs(self) -> tuple[LayerCacheSpec, ...]:
-        """See CausalModel."""
+        """See TextModel."""
         return tuple(layer.spec for layer in self.layers)
 
     def attention_layers(self) -> Mapping[int, Attention]:
-        """See CausalModel."""
+        """See TextModel."""
         return dict(enumerate(self.layers))
 
     def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """See CausalModel."""
+        """See TextModel."""
         hidden = self.embedding[batch.input_ids] + self.place[batch.positions]
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(hidden, i)
@@ -75,7 +75,7 @@ class ToyModel(nn.Module):
         return hidden
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """See CausalModel."""
+        """See TextModel."""
         return hidden_LE @ self.head.T
 
     def _project(self, hidden: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:

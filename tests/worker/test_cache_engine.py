@@ -18,9 +18,7 @@ def make_spec(layer: int, heads: int = 2, size: int = 24, reads_from: int | None
     kept = () if reads_from is not None else ("k", "v")
     return LayerCacheSpec(
         layer=layer,
-        fields=tuple(
-            CacheField(name=n, shape=(heads, size), dtype=DType.BFLOAT16) for n in kept
-        ),
+        fields=tuple(CacheField(name=n, shape=(heads, size), dtype=DType.BFLOAT16) for n in kept),
         lifetime=fields.get("lifetime", Full()),
         reads_from=reads_from,
     )

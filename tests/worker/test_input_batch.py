@@ -18,7 +18,11 @@ GEOMETRIES = (
         block_tokens=4, blocks_per_superblock=3, superblock_units=20, block_units=6, pad_offset=4000
     ),
     GroupGeometry(
-        block_tokens=16, blocks_per_superblock=1, superblock_units=20, block_units=19, pad_offset=4000
+        block_tokens=16,
+        blocks_per_superblock=1,
+        superblock_units=20,
+        block_units=19,
+        pad_offset=4000,
     ),
 )
 MAX_LEN = 96
@@ -54,9 +58,7 @@ class RandomPlans:
             self.known[self.next_id] = known
             fresh.append(known)
             self.next_id += 1
-        active = [
-            k for k in self.known.values() if k in fresh or self.random.random() < 0.8
-        ]
+        active = [k for k in self.known.values() if k in fresh or self.random.random() < 0.8]
         active = [k for k in active if len(k.tokens) < MAX_LEN]
         self.random.shuffle(active)
         new_rows, rows = [], []
@@ -121,7 +123,9 @@ def check(step: StepInput, plan: StepPlan, known: dict[int, Known]) -> None:
     slots: list[list[list[int]]] = [[] for _ in GEOMETRIES]
     for row in ordered:
         seq = known[row.seq_id]
-        for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_new_tokens):
+        for position in range(
+            row.num_computed_tokens, row.num_computed_tokens + row.num_new_tokens
+        ):
             ids.append(seq.tokens[position])
             positions.append(position)
             for g, geometry in enumerate(GEOMETRIES):

@@ -1,7 +1,7 @@
 """The attention module of one decoder layer.
 
-Built by models; states what the layer keeps (`spec`) and what it asks of a kernel (`query`), and runs the
-kernel that the worker bound to it. Holds no cache and no batch: both come as arguments.
+Built by models; states what the layer keeps (`spec`) and what it asks of a kernel (`query`), and
+runs the kernel that the worker bound to it. Holds no cache and no batch: both come as arguments.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ class Attention(nn.Module):
 
         Args:
             query_THD: [T, num_heads, head_size].
-            key_THD, value_THD: [T, num_kv_heads, head_size], or None for a layer with `reads_from`.
+            key_THD: [T, num_kv_heads, head_size], or None for a layer with `reads_from`.
+            value_THD: same.
+            batch: the step.
+            attention: caches of all layers and plans of all kernels.
 
         Returns:
             [T, num_heads, head_size].

@@ -1,12 +1,13 @@
 """The load-time proof that a kernel reads and writes a strided arena.
 
-The selector runs it once for each (kernel, query) before it trusts a kernel: a tiny arena filled with NaN,
-three sequences in scattered blocks, in one call; the result must equal the kernel `torch`.
+The selector runs it once for each (kernel, query) before it trusts a kernel: a tiny arena filled
+with NaN, three sequences in scattered blocks, in one call; the result must equal the kernel
+`torch`.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ _LEAD_BYTES = 3 * BLOCK_ALIGNMENT_BYTES  # blocks need not start at offset 0
 _GAP_UNITS = 1  # nor follow each other without a gap
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_probe_fault(name: str, query: KernelQuery) -> str | None:
     """Return None if the kernel agrees with the oracle on a strided arena, else what went wrong."""
     if name == _ORACLE:
@@ -38,7 +39,7 @@ def find_probe_fault(name: str, query: KernelQuery) -> str | None:
 
 
 def _run_probe(backend: AttentionBackend, query: KernelQuery) -> Tensor:
-    """Prefill two sequences beside decoding a third, on an arena of NaN; returns float32 [T, H, D]."""
+    """Prefill two sequences beside decoding a third on an arena of NaN; float32 [T, H, D]."""
     generator = torch.Generator().manual_seed(0)
     tokens = query.block_tokens
     computed, new = (tokens + 1, 0, 2), (1, 3, tokens)
@@ -93,7 +94,8 @@ def _make_batch(
     cache = LayerCache(
         group=0,
         tensors=tuple(
-            view_cache_field(arena, place.field, place.offset_bytes, tokens) for place in group.places
+            view_cache_field(arena, place.field, place.offset_bytes, tokens)
+            for place in group.places
         ),
     )
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
@@ -101,7 +103,10 @@ def _make_batch(
     block_offsets = offsets.view(len(computed), width).to(device)
     rows = [r for r, n in enumerate(new) for _ in range(n)]
     positions = [c + i for c, n in zip(computed, new, strict=True) for i in range(n)]
-    slots = [[int(block_offsets[r, p // tokens]), p % tokens] for r, p in zip(rows, positions, strict=True)]
+    slots = [
+        [int(block_offsets[r, p // tokens]), p % tokens]
+        for r, p in zip(rows, positions, strict=True)
+    ]
     starts = [0]
     for n in new:
         starts.append(starts[-1] + n)

@@ -1,7 +1,7 @@
 """Chooses the kernel of every layer, and keeps why each other kernel refused.
 
-Called by the worker once after loading. Decides from queries, the kernel table and the probe alone. A
-kernel that was asked for and cannot serve is replaced with one warning, or refused when `strict`.
+Called by the worker once after loading. Decides from queries, the kernel table and the probe alone.
+A kernel that was asked for and cannot serve is replaced with one warning, or refused when `strict`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class KernelChoice:
 def read_env_kernel(device: str) -> str | None:
     """Return the kernel that VLLM_ATTENTION_BACKEND asks for, None if it is unset.
 
-    Takes the names of 0.6.3 (case matters, as there) and the kernel names of this project. TORCH_SDPA on a
-    CPU is the CPU's own kernel, as in 0.6.3.
+    Takes the names of 0.6.3 (case matters, as there) and the kernel names of this project.
+    TORCH_SDPA on a CPU is the CPU's own kernel, as in 0.6.3.
 
     Raises:
         ConfigError: the name is in neither list.
@@ -78,12 +78,13 @@ def resolve_kernels(
 
     Args:
         queries: what each layer asks for.
-        wanted: the kernel named for each layer; None or "auto" lets the environment or the table choose.
+        wanted: the kernel named for each layer; None or "auto" lets the environment or the table
+            choose.
         strict: refuse to replace a kernel that was named.
 
     Raises:
-        KernelError: no kernel serves a layer; a named one is broken; or `strict` and a named one does
-            not serve its layer.
+        KernelError: no kernel serves a layer; a named one is broken; or `strict` and a named one
+            does not serve its layer.
         ConfigError: a name is unknown.
     """
     choices: dict[int, KernelChoice] = {}
@@ -139,8 +140,8 @@ def _find_refusal(name: str, query: KernelQuery, *, is_named: bool) -> str | Non
 def _find_missing(row: KernelRow, query: KernelQuery, *, is_named: bool) -> str | None:
     """Say what the machine or the build lacks for a row.
 
-    A kernel that was named has its package looked at whatever the device, so that a broken package ends the
-    start instead of hiding behind a substitute.
+    A kernel that was named has its package looked at whatever the device, so that a broken package
+    ends the start instead of hiding behind a substitute.
     """
     wrong_device = None
     if query.device not in row.devices:
@@ -152,8 +153,8 @@ def _find_missing(row: KernelRow, query: KernelQuery, *, is_named: bool) -> str 
         reason, is_broken = fault
         if is_broken and is_named:
             raise KernelError(
-                f"attention kernel {row.name!r} was asked for, but {reason}. Install a build for this "
-                "torch, uninstall the package, or let the engine choose (auto)."
+                f"attention kernel {row.name!r} was asked for, but {reason}. Install a build for "
+                "this torch, uninstall the package, or let the engine choose (auto)."
             )
         if is_broken:
             warn_once(logger, f"attention kernel {row.name!r} is skipped: {reason}")
@@ -172,8 +173,8 @@ def _report_substitutes(choices: Mapping[int, KernelChoice], strict: bool) -> No
         listed = format_layers(layers)
         if strict:
             raise KernelError(
-                f"layers {listed} cannot have the attention kernel that was asked for ({note}); name "
-                f"another, {kernel!r} would do, or allow substitutes"
+                f"layers {listed} cannot have the attention kernel that was asked for ({note}); "
+                f"name another, {kernel!r} would do, or allow substitutes"
             )
         warn_once(logger, f"layers {listed}: attention kernel {note}; using {kernel!r} instead")
 

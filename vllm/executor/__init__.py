@@ -1,4 +1,4 @@
-"""Executors: the ways to run the ranks of a model. `make_executor` picks the one that a config asks for."""
+"""Executors: the ways to run the ranks of a model; `make_executor` picks one by the config."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make_executor(config: EngineConfig) -> Executor:
     backend = parallel.distributed_executor_backend
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served by this version; "
-            "allowed: 1. Use --tensor-parallel-size to spread a model over ranks"
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served by this "
+            "version; allowed: 1. Use --tensor-parallel-size to spread a model over ranks"
         )
     if backend not in (None, "mp"):
         raise ConfigError(
-            f"distributed_executor_backend={backend!r} is not served by this version; allowed: 'mp', or "
-            "unset"
+            f"distributed_executor_backend={backend!r} is not served by this version; "
+            "allowed: 'mp', or unset"
         )
     if parallel.tensor_parallel_size > 1 or backend == "mp":
         from vllm.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415

@@ -1,6 +1,7 @@
 """The executor of one rank in the engine's own process.
 
-Used by `LLM` and by engines without tensor parallelism. A step is done by the time `submit` returns.
+Used by `LLM` and by engines without tensor parallelism. A step is done by the time `submit`
+returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The executor of several ranks on one host: a process each, plans broadcast once a step.
 
-Used where tensor_parallel_size is above 1. Rank 0 answers; any rank that ends or fails ends the engine
-with an error that names it. Sockets are the only tie to the ranks: when they close, the ranks end.
+Used where tensor_parallel_size is above 1. Rank 0 answers; any rank that ends or fails ends the
+engine with an error that names it. Sockets are the only tie to the ranks: when they close, the
+ranks end.
 """
 
 from __future__ import annotations
@@ -165,8 +166,9 @@ class MultiprocExecutor:
     def _fail(self) -> NoReturn:
         """Find the first cause, end every rank, and raise.
 
-        Ranks fall like dominoes: the peers of one that ended fail in their next collective, maybe sooner than
-        the end itself is seen. So all that happens in a short while is gathered before one is named.
+        Ranks fall like dominoes: the peers of one that ended fail in their next collective, maybe
+            sooner than the end itself is seen. So all that happens in a short while is gathered
+            before one is named.
         """
         deadline_s = time.monotonic() + _SETTLE_S
         while living := [rank for rank in self._ranks if not rank.has_ended]:

@@ -1,7 +1,8 @@
 """The engine's handle of one rank's process: start, read, stop, and say how it ended.
 
-Used by the multi-process executor. The process is a fresh interpreter with one end of a socket pair: it
-does not run the user's main module again, and a closed socket tells either side that the other is gone.
+Used by the multi-process executor. The process is a fresh interpreter with one end of a socket
+pair: it does not run the user's main module again, and a closed socket tells either side that the
+other is gone.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class RankProcess:
         code = self._process.returncode
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"rank {self.number} was killed by {signal.Signals(-code).name} (exit code {code})"
+                name = signal.Signals(-code).name
+                return f"rank {self.number} was killed by {name} (exit code {code})"
         return f"rank {self.number} ended with exit code {code}"
 
 

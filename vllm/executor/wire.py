@@ -1,7 +1,7 @@
 """How plans and outputs travel between the engine and the processes of its ranks.
 
-Used by both ends of the multi-process executor. A frame is one byte that says what it is, then its body:
-msgpack for what moves every step, pickle for what moves once.
+Used by both ends of the multi-process executor. A frame is one byte that says what it is, then its
+body: msgpack for what moves every step, pickle for what moves once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnsendableProcessor:
-    """Stands in for a user's logits processor that cannot travel: fails its own row with the reason."""
+    """Stands in for a user's logits processor that cannot travel: fails its row with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -60,8 +60,8 @@ def _encode_callable(value: Any) -> bytes:
     except Exception as exc:  # pickle raises whatever the object's own methods raise
         return pickle.dumps(
             UnsendableProcessor(
-                "logits processors must be importable functions or picklable objects when the engine "
-                f"has several ranks; this one cannot be sent to them: {exc}"
+                "logits processors must be importable functions or picklable objects when the "
+                f"engine has several ranks; this one cannot be sent to them: {exc}"
             )
         )
 
@@ -86,7 +86,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def make_plan_decoder(rank: int) -> Callable[[bytes], StepPlan]:
-    """Return what turns the body of a PLAN frame into a plan on a rank; only rank 0 loads processors."""
+    """Return what turns the body of a PLAN frame into a plan; only rank 0 loads processors."""
     hook = _decode_callable if rank == 0 else _skip_callable
     return msgspec.msgpack.Decoder(StepPlan, dec_hook=hook).decode
 

@@ -1,7 +1,7 @@
 """The process of one rank: makes a worker, then answers frames until told to stop.
 
-Started by the multi-process executor with one end of a socket as its only tie. It ends when that socket
-closes, so that no rank outlives its engine, however the engine ended.
+Started by the multi-process executor with one end of a socket as its only tie. It ends when that
+socket closes, so that no rank outlives its engine, however the engine ended.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from vllm.errors import ConfigError
@@ -14,7 +14,7 @@ from vllm.platforms.interface import MemoryInfo, Platform
 __all__ = ["MemoryInfo", "Platform", "current_platform", "detect_platform", "get_platform"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def get_platform(device: str) -> Platform:
     """Return the platform of a device type.
 
@@ -32,7 +32,7 @@ def get_platform(device: str) -> Platform:
     raise ConfigError(f"unknown device {device!r}; allowed are 'cpu' and 'cuda'")
 
 
-@lru_cache(maxsize=None)
+@cache
 def detect_platform() -> Platform:
     """Return CUDA where torch sees a GPU, else the CPU."""
     import torch  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """The CPU: its memory as this process may use it, its cores, its name.
 
-Called by the worker and by `vllm collect-env`. Knows control groups, so that a container's limits count and
-not the host's. Imports no torch.
+Called by the worker and by `vllm collect-env`. Knows control groups, so that a container's limits
+count and not the host's. Imports no torch.
 """
 
 from __future__ import annotations

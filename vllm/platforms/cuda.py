@@ -1,6 +1,7 @@
 """CUDA devices through torch.
 
-Called by the worker where the model is on a GPU. Imports torch when a device is asked for, never at import.
+Called by the worker where the model is on a GPU. Imports torch when a device is asked for, never at
+import.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the engine asks of the machine it runs on.
 
-`current_platform` (in the package) is one of these. Nothing here imports torch before a device is asked for.
+`current_platform` (in the package) is one of these. Nothing here imports torch before a device is
+asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Between our element types, fields and bytes and torch's. The one file of `utils` that imports torch."""
+"""Between our names of types, fields and bytes and torch's; alone in `utils` to import torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ def from_torch_dtype(dtype: torch.dtype) -> DType:
     return _FROM_TORCH[dtype]
 
 
-def view_cache_field(arena: Tensor, field: CacheField, offset_bytes: int, block_tokens: int) -> Tensor:
+def view_cache_field(
+    arena: Tensor, field: CacheField, offset_bytes: int, block_tokens: int
+) -> Tensor:
     """Return a field's strided view of a uint8 arena (shape and stride as in `LayerCache`).
 
     Args:
         arena: uint8 [bytes], contiguous.
+        field: what is stored.
         offset_bytes: byte offset of the field inside a block.
+        block_tokens: tokens of a block; unread for a field kept per sequence.
     """
     dtype = to_torch_dtype(field.dtype)
     itemsize = field.dtype.itemsize

@@ -1,7 +1,7 @@
 """The block tables of one KV cache group, kept as offsets into this rank's arena.
 
-`InputBatch` owns one for each group. Turns the scheduler's block ids into offsets in units of 256 bytes;
-knows nothing of layers, tokens' values or requests.
+`InputBatch` owns one for each group. Turns the scheduler's block ids into offsets in units of 256
+bytes; knows nothing of layers, tokens' values or requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cache of one rank: the arena, each layer's views of it, and what happens to its bytes before a step.
+"""The cache of one rank: the arena, each layer's views of it, its bytes before a step.
 
 Made by the worker from the agreed layout and this rank's own cache specs. Block ids come from the
 scheduler; this file never decides who owns a block.
@@ -61,7 +61,7 @@ class CacheEngine:
         if num_units > MAX_ARENA_UNITS:
             raise ConfigError(
                 f"a cache of {num_units * BLOCK_ALIGNMENT_BYTES} bytes a rank is beyond the "
-                f"{MAX_ARENA_UNITS * BLOCK_ALIGNMENT_BYTES} that block offsets reach; give it less memory"
+                f"{MAX_ARENA_UNITS * BLOCK_ALIGNMENT_BYTES} that block offsets reach; give it less"
             )
         self.geometries = tuple(
             GroupGeometry(
@@ -112,7 +112,7 @@ class CacheEngine:
                 self.arena[start : start + self._superblock_bytes].zero_()
 
     def _list_fresh(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
-        """Yield (group, block id) of every block that holds no valid row before this step's copies."""
+        """Yield (group, block id) of each block without a valid row before this step's copies."""
         for new in plan.new_rows:
             for group, ids in enumerate(new.block_ids):
                 tokens = self.geometries[group].block_tokens
@@ -161,8 +161,8 @@ def _size_group(group: GroupLayout, specs: Iterable[LayerCacheSpec]) -> KVCacheG
     missing = [layer for layer in group.layers if layer not in owned]
     if missing:
         raise ConfigError(
-            f"the layout puts layers {missing} into group {group.name!r}, but on this rank they keep "
-            "no cache of their own; all ranks must serve the same model"
+            f"the layout puts layers {missing} into group {group.name!r}, but on this rank they "
+            "keep no cache of their own; all ranks must serve the same model"
         )
     return make_group(group.name, [owned[layer] for layer in group.layers], group.block_tokens)
 

@@ -1,8 +1,8 @@
 """The persistent rows of the batch, and how a StepPlan becomes a ForwardBatch.
 
-The model runner calls `apply` once a step and `append_tokens` after sampling. Rows keep their token ids, so
-that a decode step needs nothing but counts from the scheduler. No Python work for a single token; for a
-decode row only what its plan row holds.
+The model runner calls `apply` once a step and `append_tokens` after sampling. Rows keep their token
+ids, so that a decode step needs nothing but counts from the scheduler. No Python work for a single
+token; for a decode row only what its plan row holds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class InputBatch:
         return len(self._rows)
 
     def apply(self, plan: StepPlan) -> StepInput | None:
-        """Let rows leave and enter, then build the step's tensors; None if nothing is to be computed."""
+        """Let rows leave and enter, then build the tensors; None if nothing is to be computed."""
         for seq_id in plan.dropped:
             row = self._rows.pop(seq_id, None)
             if row is not None:
@@ -96,9 +96,7 @@ class InputBatch:
         plan_rows = plan.rows
         order = None
         if any(row.num_new_tokens != 1 for row in plan_rows):
-            order = sorted(
-                range(len(plan_rows)), key=lambda i: plan_rows[i].num_new_tokens != 1
-            )
+            order = sorted(range(len(plan_rows)), key=lambda i: plan_rows[i].num_new_tokens != 1)
             plan_rows = [plan_rows[i] for i in order]
         rows = [self._rows[row.seq_id] for row in plan_rows]
         for plan_row, row in zip(plan_rows, rows, strict=True):

@@ -31,7 +31,7 @@ def choose_cpu_cache_bytes(
         if wanted_bytes > share:
             raise OutOfMemoryError(
                 f"a KV cache of {wanted_bytes / GIB:.2f} GiB was asked for, but only "
-                f"{share / GIB:.2f} GiB are free for it; lower VLLM_CPU_KVCACHE_SPACE or free memory"
+                f"{share / GIB:.2f} GiB are free for it; lower VLLM_CPU_KVCACHE_SPACE or free some"
             )
         return wanted_bytes
     return max(0, min(_DEFAULT_CPU_BYTES, int(share * _DEFAULT_CPU_SHARE), useful_bytes))
@@ -42,8 +42,8 @@ def choose_gpu_cache_bytes(
 ) -> tuple[int, str]:
     """Return the bytes of one rank's cache on a GPU, and a warning or an empty text.
 
-    The fraction is this instance's share of the whole card, as in 0.6.3, whatever others hold; but never
-    more than is free, and never negative.
+    The fraction is this instance's share of the whole card, as in 0.6.3, whatever others hold; but
+    never more than is free, and never negative.
 
     Args:
         total_bytes: memory of the card.
@@ -57,7 +57,8 @@ def choose_gpu_cache_bytes(
     budget = int(total_bytes * utilization) - own_peak_bytes
     numbers = (
         f"{utilization:g} of {total_bytes / GIB:.2f} GiB less this instance's peak of "
-        f"{own_peak_bytes / GIB:.2f} GiB is {budget / GIB:.2f} GiB; {free_bytes / GIB:.2f} GiB are free"
+        f"{own_peak_bytes / GIB:.2f} GiB is {budget / GIB:.2f} GiB; "
+        f"{free_bytes / GIB:.2f} GiB are free"
     )
     if min(budget, free_bytes) <= 0:
         raise OutOfMemoryError(
@@ -69,7 +70,9 @@ def choose_gpu_cache_bytes(
     return budget, ""
 
 
-def count_useful_bytes(token_bytes: int, block_tokens: int, max_num_seqs: int, max_model_len: int) -> int:
+def count_useful_bytes(
+    token_bytes: int, block_tokens: int, max_num_seqs: int, max_model_len: int
+) -> int:
     """Return what `max_num_seqs` sequences of `max_model_len` tokens fill, in whole blocks."""
     blocks = -(-max_model_len // block_tokens) * max_num_seqs
     return blocks * block_tokens * token_bytes

@@ -1,38 +1,26 @@
 """One step on one rank, in five calls: input, plan, forward, logits, sample.
 
-The worker calls `execute`; nothing here knows requests, owners of blocks or other steps. On several ranks
-rank 0 chooses the tokens and tells the others, so that the rows of all ranks stay alike.
+The worker calls `execute`; nothing here knows requests, owners of blocks or other steps. On several
+ranks rank 0 chooses the tokens and tells the others, so that the rows of all ranks stay alike.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vllm.attention.backends.paged_attn import PagedAttention
-from vllm.batch import AttentionState, ForwardBatch
+from vllm.batch import AttentionState
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.sampler import Sampler, SampleRequest, SampleResult
+from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import RowOutput, StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.input_batch import InputBatch, StepInput
 from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
-
-
-class CausalModel(Protocol):
-    """What the runner needs of a model."""
-
-    def __call__(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return hidden states [T, E]."""
-        ...
-
-    def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """Return float32 logits [L, vocab], the same on every rank."""
-        ...
 
 
 class ModelRunner:
@@ -45,7 +33,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: TextModel,
         cache: CacheEngine,
         kernels: Mapping[int, str],
         tp: TensorParallel,
@@ -73,7 +61,7 @@ class ModelRunner:
             return StepOutput(step=plan.step, rows=[])
         plans = PagedAttention.plan(step.batch, self._kernels)
         attention = AttentionState(caches=self._cache.caches, plans=plans)
-        hidden_TE = self._model(step.batch, attention)
+        hidden_TE = self._model.forward(step.batch, attention)
         prompt_logprobs = collect_prompt_logprobs(
             step, hidden_TE, self._model.compute_logits, self._input_batch
         )
@@ -112,7 +100,8 @@ class ModelRunner:
     def _agree(self, results: list[SampleResult], num_rows: int) -> list[int]:
         """Return the token that each sampled row goes on with (its first sample), -1 for an error.
 
-        Rows that fork go on as branch 0; the other branches enter as new rows with their own tokens.
+        Rows that fork go on as branch 0; the other branches enter as new rows with their own
+        tokens.
         """
         tokens = [r.token_ids[0] if r.token_ids else -1 for r in results]
         if self._tp.size == 1:

@@ -1,7 +1,8 @@
 """Log-probabilities of prompt tokens, chunk by chunk.
 
-Called by the model runner in steps that hold prompt rows which ask for them. They describe the model: no
-temperature, penalty, mask or filter of the request enters (unlike the logprobs of sampled tokens).
+Called by the model runner in steps that hold prompt rows which ask for them. They describe the
+model: no temperature, penalty, mask or filter of the request enters (unlike the logprobs of sampled
+tokens).
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def collect_prompt_logprobs(
 ) -> dict[int, PromptLogprobs]:
     """Return the prompt logprobs that this step can give, by index of the row in batch order.
 
-    A step that computes positions p…q predicts prompt tokens p + 1…q + 1; the first prompt token has no entry,
-    and what the last one predicts is no longer prompt. Every rank must call this (the logits are gathered).
+    A step that computes positions p…q predicts prompt tokens p + 1…q + 1; the first prompt token
+    has no entry, and what the last one predicts is no longer prompt. Every rank must call this (the
+    logits are gathered).
     """
     found: dict[int, PromptLogprobs] = {}
     for index, (plan_row, row) in enumerate(zip(step.plan_rows, step.rows, strict=True)):

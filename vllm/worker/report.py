@@ -1,7 +1,7 @@
 """What a rank says after loading its model.
 
-Made by the worker, handed up by every executor, read by the engine to lay out the cache. Plain data: no
-torch, so that messages and the engine may name it.
+Made by the worker, handed up by every executor, read by the engine to lay out the cache. Plain
+data: no torch, so that messages and the engine may name it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Which processors a rank computes on.
 
-Called once by the worker before torch does any work. Reads VLLM_CPU_OMP_THREADS_BIND through the argument.
+Called once by the worker before torch does any work. Reads VLLM_CPU_OMP_THREADS_BIND through the
+argument.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from vllm.platforms.cpu import parse_cpus
 logger = init_logger(__name__)
 
 
-def plan_threads(bind: str, rank: int, num_ranks: int, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+def plan_threads(
+    bind: str, rank: int, num_ranks: int, cpus: tuple[int, ...]
+) -> tuple[tuple[int, ...], bool]:
     """Return the processors of a rank, and whether it is bound to them.
 
     Args:
-        bind: "all" shares the processors out without binding (one rank keeps what torch chose), "nobind"
-            the same; else one list for each rank, separated by "|", as in "0-3|4-7".
+        rank: which rank.
+        num_ranks: of how many.
+        bind: "all" shares the processors out without binding (one rank keeps what torch chose),
+            "nobind" the same; else one list for each rank, separated by "|", as in "0-3|4-7".
         cpus: processors that the process may use.
 
     Raises:
-        ConfigError: the text is malformed, has too few lists or names processors that are not there.
+        ConfigError: the text is malformed, has too few lists or names processors that are not
+            there.
     """
     if bind in ("all", "nobind"):
         share = max(1, len(cpus) // num_ranks)
@@ -46,8 +52,8 @@ def plan_threads(bind: str, rank: int, num_ranks: int, cpus: tuple[int, ...]) ->
     missing = [cpu for cpu in wanted if cpu not in cpus]
     if missing:
         raise ConfigError(
-            f"VLLM_CPU_OMP_THREADS_BIND={bind!r} names processors {missing}, but this process may use "
-            f"only {list(cpus)}"
+            f"VLLM_CPU_OMP_THREADS_BIND={bind!r} names processors {missing}, but this process may "
+            f"use only {list(cpus)}"
         )
     return wanted, True
 

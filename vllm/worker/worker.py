@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import cast
 
 import torch
-from torch import nn
 
 from vllm import envs
 from vllm.attention.backends.abstract import KernelQuery
@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.step import StepOutput, StepPlan
@@ -47,13 +48,14 @@ class Worker:
     def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
         if config.device_config.device != "cpu":
             raise ConfigError(
-                f"device {config.device_config.device!r} is not served by this version; allowed: 'cpu'"
+                f"device {config.device_config.device!r} is not served by this version; "
+                "allowed: 'cpu'"
             )
         self._config = config
         self._tp = tp
         self._device = torch.device(config.device_config.device)
         self._platform = get_platform(config.device_config.device)
-        self._model: nn.Module | None = None
+        self._model: TextModel | None = None
         self._runner: ModelRunner | None = None
         self._specs: tuple[LayerCacheSpec, ...] = ()
         self._kernels: dict[int, LayerKernel] = {}
@@ -65,18 +67,19 @@ class Worker:
         """Load the model, choose its kernels and say what this rank has and needs.
 
         Raises:
-            WeightError, ConfigError, OutOfMemoryError, KernelError: the model cannot be served here.
+            WeightError, ConfigError, OutOfMemoryError, KernelError: the model cannot be served
+                here.
         """
         started_s = time.perf_counter()
         config = self._config
-        model = load_model(
+        module = load_model(
             config.model_config,
             config.load_config,
             self._device,
             self._tp,
             cache_dtype=config.cache_config.cache_dtype,
         )
-        self._model = model
+        model = self._model = cast(TextModel, module)
         self._specs = tuple(model.cache_specs())
         layers: dict[int, Attention] = dict(model.attention_layers())
         queries = {layer: self._complete(attn.query) for layer, attn in layers.items()}
@@ -85,16 +88,14 @@ class Worker:
             layers[layer].bind(choice.kernel)
             self._kernels[layer] = LayerKernel(layer=layer, kernel=choice.kernel, note=choice.note)
         self._tp.barrier()  # free memory means something only when every rank has loaded
-        weight_bytes = sum(
-            t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()}
-        )
+        weights = {*module.parameters(), *module.buffers()}  # a tied one counts once
         return RankReport(
             rank=self._tp.rank,
             cache_specs=self._specs,
             cache_bytes=self._choose_cache_bytes(),
             kernels=tuple(self._kernels.values()),
             block_tokens=self._list_block_tokens(queries),
-            weight_bytes=weight_bytes,
+            weight_bytes=sum(t.numel() * t.element_size() for t in weights),
             load_seconds=time.perf_counter() - started_s,
         )
 

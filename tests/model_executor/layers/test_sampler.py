@@ -1,4 +1,4 @@
-"""The sampler step by step against a plain PyTorch reference, and its independence of neighbours."""
+"""The sampler step by step against a plain reference, and its independence of neighbours."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def reference_logits(
             x[token] = NEVER
     counts = Counter(output)
     for token in set(prompt) | set(output):
-        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        x[token] = (
+            x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        )
         x[token] -= counts[token] * p.frequency_penalty
         x[token] -= (counts[token] > 0) * p.presence_penalty
     return torch.tensor(x, dtype=torch.float64)
@@ -145,14 +147,16 @@ def test_draws_follow_the_documented_distribution(params: dict) -> None:
 
 
 def test_logprobs_are_those_of_what_was_drawn_from() -> None:
-    """After temperature and filters; filtered tokens are minus infinity, the chosen one never is."""
+    """After temperature and filters; a filtered token has minus infinity, the chosen one never."""
     logits = draw_logits(1, 5)[0]
     state = make_state(temperature=1.7, top_k=3, num_logprobs=5, seed=1)
     expected = reference_probabilities(logits.double().clone(), state.params)
     entry = sample_one(logits, state).logprobs[0]
     found = dict(zip(entry.token_ids, entry.logprobs, strict=True))
     for token, value in found.items():
-        assert value == pytest.approx(math.log(expected[token]) if expected[token] else NEVER, abs=1e-5)
+        assert value == pytest.approx(
+            math.log(expected[token]) if expected[token] else NEVER, abs=1e-5
+        )
     assert sum(v == NEVER for v in entry.logprobs) == 2
     assert entry.logprobs[0] > NEVER
 

@@ -1,8 +1,8 @@
 """What an attention backend is: what it can serve, how it plans a step, how it runs a layer.
 
 The selector asks `supports` once for each layer at load time; the model runner calls `plan` once a
-step for each (group, kernel); `PagedAttention` calls `forward` for each layer. A backend never looks at
-the scheduler, at other layers or at the environment.
+step for each (group, kernel); `PagedAttention` calls `forward` for each layer. A backend never
+looks at the scheduler, at other layers or at the environment.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Phase = Literal["prefill", "decode", "mixed"]
 class KernelQuery:
     """What a layer asks of a kernel.
 
-    A field that is added later must have a default that asks for nothing: a backend without a rule for
-    a field refuses every query in which that field differs from its default.
+    A field that is added later must have a default that asks for nothing: a backend without a rule
+    for a field refuses every query in which that field differs from its default.
 
     Attributes:
         window: tokens that stay visible, the current one counted; 0 is all.
@@ -143,5 +143,7 @@ class AttentionBackend(ABC):
                 has written this step's rows already).
             value_THD: new values, same.
             cache: the layer's views of the arena.
+            batch: the step.
             plan: what `plan` returned for this batch and `cache.group`.
+            params: the layer's constants.
         """

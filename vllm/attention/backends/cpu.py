@@ -1,7 +1,7 @@
 """The kernel `cpu`: the compiled paged attention of `csrc/cpu`, one op for prefill and decode.
 
-Reads cached rows through strided offsets and the rows of this step from K/V as computed. What is checked
-and computed is in `vllm._custom_ops`.
+Reads cached rows through strided offsets and the rows of this step from K/V as computed. What is
+checked and computed is in `vllm._custom_ops`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from vllm.types import DType
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16)
 _ANY: Rule = lambda query: True  # noqa: E731
 _RULES: dict[str, Rule] = {
-    "num_heads": lambda q: q.num_heads % q.num_kv_heads == 0
-    or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads",
-    "head_size": lambda q: (32 <= q.head_size <= 256 and q.head_size % 8 == 0)
-    or f"head_size={q.head_size} is outside 32...256 in steps of 8",
+    "num_heads": lambda q: (
+        q.num_heads % q.num_kv_heads == 0
+        or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads"
+    ),
+    "head_size": lambda q: (
+        (32 <= q.head_size <= 256 and q.head_size % 8 == 0)
+        or f"head_size={q.head_size} is outside 32...256 in steps of 8"
+    ),
     "dtype": lambda q: q.dtype in _DTYPES,
-    "kv_dtype": lambda q: q.kv_dtype == q.dtype
-    or f"kv_dtype={q.kv_dtype.value} differs from dtype={q.dtype.value}",
+    "kv_dtype": lambda q: (
+        q.kv_dtype == q.dtype or f"kv_dtype={q.kv_dtype.value} differs from dtype={q.dtype.value}"
+    ),
     "device": lambda q: q.device == "cpu",
     "capability": lambda q: q.capability is None,
     **dict.fromkeys(

@@ -1,7 +1,7 @@
 """PagedAttention: the metadata of a step and the dispatch of each layer to its kernel.
 
-The model runner calls `plan` once a step; attention layers call `forward`. Which kernel serves a layer
-was decided by the selector at load time; nothing is chosen here.
+The model runner calls `plan` once a step; attention layers call `forward`. Which kernel serves a
+layer was decided by the selector at load time; nothing is chosen here.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ class PagedAttention:
 
         Args:
             query_THD: [T, H, D].
-            key_THD, value_THD: new rows [T, Hkv, D], or None if the layer reads another's cache.
+            key_THD: new keys [T, Hkv, D], or None if the layer reads another's cache.
+            value_THD: new values, same.
             cache: the layer's views of the arena.
+            batch: the step.
             plans: what `plan` returned for this batch.
+            params: the layer's constants.
             layer_impl: kernel name of this layer; None takes the first choice of the device.
 
         Returns:

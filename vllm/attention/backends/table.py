@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 
 from vllm.attention.backends.abstract import AttentionBackend
@@ -90,7 +90,9 @@ FOREIGN_ENV_NAMES = ("ROCM_FLASH", "OPENVINO", "FLASHINFER", "PALLAS", "IPEX", "
 
 def rank_kernels(device: str) -> tuple[str, ...]:
     """Return the kernels that "auto" tries on a device, best first."""
-    ranked = [(dict(row.rank)[device], name) for name, row in KERNELS.items() if device in dict(row.rank)]
+    ranked = [
+        (dict(row.rank)[device], name) for name, row in KERNELS.items() if device in dict(row.rank)
+    ]
     return tuple(name for _, name in sorted(ranked))
 
 
@@ -98,8 +100,8 @@ def find_package_fault(row: KernelRow) -> tuple[str, bool] | None:
     """Import the optional package of a row.
 
     Returns:
-        None if the row needs none or it imports; else (reason, is_broken), where broken means installed
-        but failing to import, as a package built for another torch does.
+        None if the row needs none or it imports; else (reason, is_broken), where broken means
+        installed but failing to import, as a package built for another torch does.
     """
     if row.package is None:
         return None
@@ -125,7 +127,7 @@ def _describe_fault(row: KernelRow, exc: Exception) -> str:
     return f"the package {distribution} {version} fails to import: {type(exc).__name__}: {exc}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_backend(name: str) -> AttentionBackend:
     """Return the backend of a kernel name; KernelError if this version has none."""
     row = KERNELS.get(name)

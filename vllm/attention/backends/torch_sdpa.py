@@ -24,8 +24,10 @@ from vllm.types import DType
 _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _ANY: Rule = lambda query: True  # noqa: E731
 _RULES: dict[str, Rule] = {
-    "num_heads": lambda q: q.num_heads % q.num_kv_heads == 0
-    or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads",
+    "num_heads": lambda q: (
+        q.num_heads % q.num_kv_heads == 0
+        or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads"
+    ),
     "dtype": lambda q: q.dtype in _DTYPES,
     "kv_dtype": lambda q: q.kv_dtype in _DTYPES,
     "device": lambda q: q.device in ("cpu", "cuda"),
@@ -104,12 +106,16 @@ def _gather_rows(cache: Tensor, group: GroupBatch, row: int, seq_len: int) -> Te
     return cache[blocks].flatten(0, 1)[:seq_len]
 
 
-def attend_row(query_THD: Tensor, key_SHD: Tensor, value_SHD: Tensor, params: AttentionParams) -> Tensor:
+def attend_row(
+    query_THD: Tensor, key_SHD: Tensor, value_SHD: Tensor, params: AttentionParams
+) -> Tensor:
     """Attend T new tokens to the S tokens of their sequence, the T new ones last.
 
     Args:
         query_THD: [T, H, D].
-        key_SHD, value_SHD: [S, Hkv, D]; rows that no query may see can hold anything, NaN included.
+        key_SHD: [S, Hkv, D]; rows that no query may see can hold anything, NaN included.
+        value_SHD: same.
+        params: the layer's constants.
 
     Returns:
         [T, H, D], float32.
@@ -134,9 +140,7 @@ def attend_row(query_THD: Tensor, key_SHD: Tensor, value_SHD: Tensor, params: At
     return torch.einsum("hts,shd->thd", weights_HTS, value)
 
 
-def make_mask(
-    num_new: int, seq_len: int, params: AttentionParams, device: torch.device
-) -> Tensor:
+def make_mask(num_new: int, seq_len: int, params: AttentionParams, device: torch.device) -> Tensor:
     """Return bool [num_new, seq_len]: which keys each of the last `num_new` positions sees."""
     query = torch.arange(seq_len - num_new, seq_len, device=device)[:, None]
     key = torch.arange(seq_len, device=device)[None, :]

@@ -1,7 +1,7 @@
 """Changes to logits that one request asks for, before penalties and temperature.
 
-Called by the sampler for the few rows that have any. Works on views of single rows; a fault of a user's
-processor is returned as that row's error and never raised.
+Called by the sampler for the few rows that have any. Works on views of single rows; a fault of a
+user's processor is returned as that row's error and never raised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def apply_bitmasks(logits_SV: Tensor, masks: Sequence[tuple[int, bytes]]) -> Non
     """Forbid what grammars forbid, in place.
 
     Args:
-        masks: (row of `logits_SV`, packed bitmask: int32 words, token t is bit t % 32 of word t // 32).
+        logits_SV: float32 [S, V].
+        masks: (row, packed bitmask): int32 words, token t is bit t % 32 of word t // 32.
     """
     if not masks:
         return
@@ -57,8 +58,8 @@ def apply_rules(logits_V: Tensor, state: SamplingState) -> str | None:
     """Apply logit_bias, allowed_token_ids, bad words and min_tokens to one row, in place.
 
     Returns:
-        What is wrong with the request, or None. Ids are checked when a request enters the engine; one
-        that is outside all the same must not take the neighbours down with it.
+        What is wrong with the request, or None. Ids are checked when a request enters the engine;
+        one that is outside all the same must not take the neighbours down with it.
     """
     vocab = logits_V.shape[0]
     params = state.params
@@ -93,9 +94,7 @@ def _as_ids(ids: Sequence[int], logits_V: Tensor) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=logits_V.device)
 
 
-def _find_bad_words(
-    bad_words: Sequence[Sequence[int]], output_ids: Sequence[int]
-) -> list[int]:
+def _find_bad_words(bad_words: Sequence[Sequence[int]], output_ids: Sequence[int]) -> list[int]:
     """Return the tokens that would complete a bad word right now.
 
     Only what was generated counts: a prompt that ends in the first half of a bad word bans nothing.

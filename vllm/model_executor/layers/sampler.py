@@ -1,8 +1,9 @@
 """Logits to tokens.
 
-Called by the model runner once a step with the logits of all sampled rows. The order is that of vLLM 0.6.3:
-user processors, grammar, bias and bans, penalties, temperature, top-k, top-p, min-p, draw. A row's token
-depends on its own logits, parameters and (seed, branch, output position) alone; never on its neighbours.
+Called by the model runner once a step with the logits of all sampled rows. The order is that of
+vLLM 0.6.3: user processors, grammar, bias and bans, penalties, temperature, top-k, top-p, min-p,
+draw. A row's token depends on its own logits, parameters and (seed, branch, output position) alone;
+never on its neighbours.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class SampleResult:
 
     Attributes:
         token_ids: one for each draw; empty if there is an error.
-        logprobs: one entry for each draw, or None if not asked for. Log-softmax of what was drawn from:
-            after temperature, penalties and filters, so a filtered token has -inf.
+        logprobs: one entry for each draw, or None if not asked for. Log-softmax of what was drawn
+            from: after temperature, penalties and filters, so a filtered token has -inf.
         error: why the row has no token, or None.
     """
 
@@ -59,13 +60,12 @@ class SampleResult:
 class Sampler:
     """Chooses tokens; holds nothing between steps."""
 
-    def __call__(
-        self, logits_SV: Tensor, requests: Sequence[SampleRequest]
-    ) -> list[SampleResult]:
+    def __call__(self, logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Choose the tokens of a step.
 
         Args:
             logits_SV: float32 [S, V], one row for each request; changed in place.
+            requests: what is wanted of each row.
 
         Returns:
             One result for each request, in order.

@@ -1,7 +1,7 @@
 """What the sampler remembers of one sequence between steps.
 
-Made by the worker's input batch when a row enters, told every token that is appended to it. Holds counts
-of tokens seen, never a vector of the vocabulary's width.
+Made by the worker's input batch when a row enters, told every token that is appended to it. Holds
+counts of tokens seen, never a vector of the vocabulary's width.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class SamplingState:
     Attributes:
         num_outputs: tokens generated so far; the offset in the random stream.
         stream_seed: key of the random stream of this branch.
-        prompt_ids, output_ids: kept only where a rule reads them (processors, bad words), else empty.
+        prompt_ids, output_ids: kept only where a rule reads them (processors, bad words), else
+            empty.
         seen: token counts where a penalty needs them, else None.
         has_rules: whether logits are changed before the penalties.
         is_plain: whether nothing but the draw concerns this row.
