@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do command -v $$p && break; done)
+PYTHON ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -31,7 +31,7 @@ help:
 	@echo "make clean      build products           make distclean  also .venv and .models"
 
 $(VENV)/.created:
-	@tools/create_venv.sh "$(PYTHON)" $(VENV)
+	@tools/create_venv.sh $(VENV) $(PYTHON)
 	@touch $@
 
 # torch first and pinned, so that no resolver picks another build of it for the range in pyproject.toml.
