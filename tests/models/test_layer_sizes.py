@@ -18,7 +18,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def make_uneven_reference() -> nn.Module:
-    """Build transformers' Llama and replace layers by ones of another config, rotary tables included."""
+    """Build transformers' Llama and replace layers by ones of another config."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 

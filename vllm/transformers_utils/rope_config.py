@@ -27,6 +27,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
 }
 _NEEDS_ORIGINAL_LEN = ("yarn", "longrope", "llama3")
 _LEN_KEYS = (

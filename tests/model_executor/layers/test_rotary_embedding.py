@@ -149,6 +149,27 @@ def test_partial_turns_the_first_part_of_a_head(fraction: float) -> None:
     torch.testing.assert_close(compute_table(spec, 0, MAX_POSITIONS), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("fraction", [0.25, 1.0])
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_proportional_leaves_the_slow_part_of_a_head_still(fraction: float, factor: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = {
+        "rope_type": "proportional",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": fraction,
+        "factor": factor,
+    }
+    config = LlamaConfig(
+        hidden_size=2 * HEAD_SIZE, num_attention_heads=2, rope_parameters=dict(settings)
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["proportional"](config)
+    spec = make_spec(settings)
+    assert spec.rotary_dim == HEAD_SIZE
+    torch.testing.assert_close(compute_frequencies(spec), expected, rtol=0, atol=1e-7)
+
+
 def test_far_positions_keep_transformers_bits() -> None:
     """At 100,000 an error of one float32 step in a frequency is worth 1e-2 of a turn."""
     from transformers import LlamaConfig

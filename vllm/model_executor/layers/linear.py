@@ -212,7 +212,12 @@ class QKVParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """One matrix, its inputs split over the ranks; the ranks' products are added up."""
+    """One matrix, its inputs split over the ranks; the ranks' products are added up.
+
+    Args:
+        input_size: columns over all ranks.
+        is_partial: leave the sum over the ranks to the caller; then there is no bias.
+    """
 
     def __init__(
         self,
@@ -223,10 +228,13 @@ class RowParallelLinear(Linear):
         dtype: torch.dtype,
         tp: TensorParallel,
         what: str = "input size",
+        is_partial: bool = False,
     ) -> None:
+        assert not (bias and is_partial), "every rank would add the bias"
         super().__init__(tp.split(input_size, what), output_size, bias=bias, dtype=dtype)
         self._total = input_size
         self._tp = tp
+        self._is_partial = is_partial
 
     def place(self, field: str, shard: Shard) -> WeightPlace:
         """See HoldsWeights; there is one shard, None."""
@@ -241,8 +249,8 @@ class RowParallelLinear(Linear):
         )
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        """Return the whole outputs on every rank, [T, N]; the bias is added once, after the sum."""
-        if self._tp.size == 1:
+        """Return [T, N]: whole on every rank with the bias added once, or this rank's part."""
+        if self._tp.size == 1 or self._is_partial:
             return self.multiply(x_TK, self.bias)
         out_TN = self._tp.all_reduce(self.multiply(x_TK, None))
         return out_TN if self.bias is None else out_TN + self.bias

@@ -50,6 +50,8 @@ class RopeSpec:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that turn; the first ones."""
+        if self.settings["rope_type"] == "proportional":
+            return self.head_size  # the rest of the head has frequency 0
         return int(self.head_size * self.settings.get("partial_rotary_factor", 1.0))
 
     @property

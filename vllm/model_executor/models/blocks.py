@@ -139,9 +139,13 @@ class AttentionBlock(nn.Module):
 
 
 class MlpBlock(nn.Module):
-    """A gated MLP."""
+    """A gated MLP.
 
-    def __init__(self, shape: MlpShape, context: BlockContext) -> None:
+    Args:
+        is_partial: leave the sum over the ranks to the caller.
+    """
+
+    def __init__(self, shape: MlpShape, context: BlockContext, *, is_partial: bool = False) -> None:
         super().__init__()
         size = shape.intermediate_size
         self.gate_up = MergedColumnParallelLinear(
@@ -160,6 +164,7 @@ class MlpBlock(nn.Module):
             dtype=context.dtype,
             tp=context.tp,
             what="intermediate_size",
+            is_partial=is_partial,
         )
 
     def forward(self, x_TE: Tensor) -> Tensor:
@@ -190,7 +195,9 @@ class MoeBlock(nn.Module):
         self.shared_gate: ReplicatedLinear | None = None
         if shape.shared_size:
             self.shared = MlpBlock(
-                MlpShape(intermediate_size=shape.shared_size, activation=shape.activation), context
+                MlpShape(intermediate_size=shape.shared_size, activation=shape.activation),
+                context,
+                is_partial=True,
             )
             self.shared_gate = ReplicatedLinear(
                 context.hidden_size, 1, bias=False, dtype=context.dtype
@@ -198,12 +205,12 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
-        out_TE = self._tp.all_reduce(self.experts(x_TE, self.router(x_TE)))
-        if self.shared is None or self.shared_gate is None:
-            return out_TE
-        # torch.sigmoid rounds an element by its place in memory; exp and division do not.
-        gate_T1 = 1.0 / (1.0 + torch.exp(-self.shared_gate(x_TE).float()))
-        return out_TE + gate_T1.to(x_TE.dtype) * self.shared(x_TE)
+        out_TE = self.experts(x_TE, self.router(x_TE))
+        if self.shared is not None and self.shared_gate is not None:
+            # torch.sigmoid rounds an element by its place in memory; exp and division do not.
+            gate_T1 = 1.0 / (1.0 + torch.exp(-self.shared_gate(x_TE).float()))
+            out_TE = out_TE + gate_T1.to(x_TE.dtype) * self.shared(x_TE)
+        return self._tp.all_reduce(out_TE)
 
 
 class DecoderBlock(nn.Module):
