@@ -62,7 +62,13 @@ class PagedDriver:
         random.Random(seed).shuffle(self._free)
         views: dict[int, list[Tensor]] = {}
         for place in self.group.places:
-            view = view_cache_field(self.arena, place.field, place.offset_bytes, block_tokens)
+            view = view_cache_field(
+                self.arena,
+                place.field,
+                place.offset_bytes,
+                self.group.block_bytes,
+                block_tokens,
+            )
             views.setdefault(place.layer, []).append(view)
         self.caches = tuple(LayerCache(group=0, tensors=tuple(views[spec.layer])) for spec in specs)
         self._sequences: dict[int, _Sequence] = {}
