@@ -90,9 +90,9 @@ def _derive_qwen2_moe(config: dict[str, Any]) -> None:
 
 def _derive_gemma(config: dict[str, Any]) -> None:
     # Early official files say "gelu" and mean the tanh form that the model was trained with.
-    if config.get("hidden_activation") is None:
-        act = config.get("hidden_act")
-        config["hidden_activation"] = "gelu_pytorch_tanh" if act in (None, "gelu") else act
+    given = config.get("hidden_activation") or config.get("hidden_act")
+    config["hidden_act"] = "gelu_pytorch_tanh" if given in (None, "gelu") else given
+    config["hidden_activation"] = config["hidden_act"]
     _fill_heads(config)
     normalize_rope(config)
 

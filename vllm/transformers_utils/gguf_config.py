@@ -234,6 +234,8 @@ def _gemma2_extra(file: GGUFFile, config: dict[str, Any]) -> None:
 
 def _gemma3_extra(file: GGUFFile, config: dict[str, Any]) -> None:
     config["sliding_window"] = file.get("attention.sliding_window")
+    config["attn_logit_softcapping"] = file.get("attn_logit_softcapping")
+    config["final_logit_softcapping"] = file.get("final_logit_softcapping")
     pattern = file.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         config["layer_types"] = ["sliding_attention" if p else "full_attention" for p in pattern]

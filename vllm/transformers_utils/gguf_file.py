@@ -206,7 +206,13 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         )
     tensors = dict(first.tensors)
     for part in parts[1:]:
-        tensors.update(_read_one(part).tensors)
+        for name, tensor in _read_one(part).tensors.items():
+            if name in tensors:
+                raise WeightError(
+                    f"Tensor {name!r} is both in {tensors[name].path} and in {part}: the parts are "
+                    "of different models. Fetch them again from one source."
+                )
+            tensors[name] = tensor
     expected = first.metadata.get("split.tensors.count")
     if expected is not None and int(expected) != len(tensors):
         raise WeightError(

@@ -39,18 +39,6 @@ _TORCH_TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# Prefixes of the text part in checkpoints of several modalities, and of the parts beside it.
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-_OTHER_PARTS = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-)
 
 
 def iterate_weights(
@@ -69,7 +57,6 @@ def iterate_weights(
         ConfigError: a load format that does not go with the model.
     """
     weights = _open(model_config, load_config, dtype)
-    lifted = bool(model_config.hf_config.get("lifted_from"))
     with tqdm(
         total=weights.total_bytes,
         unit="B",
@@ -80,9 +67,7 @@ def iterate_weights(
         disable=not use_tqdm,
     ) as progress:
         for stored in weights:
-            name = _text_name(stored.name) if lifted else stored.name
-            if name is not None:
-                yield name, stored.tensor
+            yield stored.name, stored.tensor
             progress.update(stored.stored_bytes)
 
 
@@ -106,16 +91,6 @@ def _open(
         ignore_patterns=load_config.ignore_patterns,
     )
     return SafetensorsWeights(files) if files.kind == "safetensors" else PickledWeights(files)
-
-
-def _text_name(name: str) -> str | None:
-    """Return a tensor's name in the text part alone; None if it belongs to another part."""
-    if name.startswith(_OTHER_PARTS):
-        return None
-    for prefix, plain in _TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name
 
 
 class SafetensorsWeights:
