@@ -101,8 +101,8 @@ class SequenceCache:
         salt: part of the key of its prefixes.
         tables: for each group, block ids by position; NO_BLOCK where nothing is stored.
         num_dead: for each group, leading table entries that have been given back.
-        copy_sources: for each group, a shared block whose first rows the next block must start with
-            (copy-on-write after a fork), or NO_BLOCK; empty when no group has one.
+        copy_sources: for each group, shared blocks whose content the entries after the table must
+            start with (copy-on-write after a fork); empty when no group has any.
         stable_tokens: lengths up to this one need no change of any table.
         num_published_tokens: tokens whose blocks have been offered to the prefix index.
         chain: (digest, token bytes) of each full grain of the token history, as far as computed.
@@ -112,7 +112,7 @@ class SequenceCache:
     salt: str = ""
     tables: list[list[int]] = field(default_factory=list)
     num_dead: list[int] = field(default_factory=list)
-    copy_sources: list[int] = field(default_factory=list)
+    copy_sources: list[list[int]] = field(default_factory=list)
     stable_tokens: int = 0
     num_published_tokens: int = 0
     chain: list[tuple[bytes, bytes]] = field(default_factory=list)

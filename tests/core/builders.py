@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.utils.fake_executor import FakeExecutor, generate
@@ -70,6 +70,7 @@ class Harness:
     ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     stop_reasons: dict[tuple[str, int], int | None] = field(default_factory=dict)
     results: list[SequenceResult] = field(default_factory=list)
+    on_step: Callable[[], None] = lambda: None
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,13 +117,13 @@ class Harness:
     def run(self, max_steps: int = 10_000, *, overlap: bool = False) -> None:
         """Step until nothing is left."""
         for _ in range(max_steps):
+            while len(self._tickets) > int(overlap):
+                self.collect()
             if not self.scheduler.has_unfinished:
                 break
-            plan = self.submit()
-            while self._tickets and (len(self._tickets) > int(overlap) or plan.is_empty):
+            self.on_step()
+            if self.submit().is_empty and self._tickets:
                 self.collect()
-                if plan.is_empty:
-                    break
         else:
             raise AssertionError("the scheduler does not come to an end")
         while self._tickets:

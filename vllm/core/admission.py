@@ -133,6 +133,10 @@ class Doorkeeper:
         if budget < remaining and not may_cut:
             return None
         admission = self._plan_admission(sequence, hit, min(remaining, budget))
+        if admission is None and hit.num_tokens and not roster.running:
+            # The blocks of the hit are scattered so that the rest finds no superblock beside them.
+            hit = NO_HIT
+            admission = self._plan_admission(sequence, hit, min(len(sequence.token_ids), budget))
         if admission is None:
             self._refused = attempt
             return None

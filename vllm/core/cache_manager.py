@@ -170,20 +170,16 @@ class CacheManager:
         self._give_back_dead(cache, num_computed)
         lens = [len(table) for table in cache.tables]
         needs = count_fresh(self._managers, lens, num_computed, num_new)
-        adopted = self._adoptable_sources(cache)
-        for group in adopted:
-            needs[group] -= 1
+        for group, sources in enumerate(cache.copy_sources):
+            needs[group] -= sum(not self._must_copy(group, block) for block in sources)
         if not self.arena.fits(needs):
             victims = choose_victims(self._index, ArenaShadow(self.arena), needs, ())
             if victims is None:
                 return None
             self._evict(victims)
-        for group in adopted:
-            cache.tables[group].append(cache.copy_sources[group])
-            cache.copy_sources[group] = NO_BLOCK
-        self._grow(cache, num_computed, num_new)
         if cache.copy_sources:
-            self._copy_sources(cache, lens, copies)
+            self._take_sources(cache, copies)
+        self._grow(cache, num_computed, num_new)
         return tuple(table[old:] for table, old in zip(cache.tables, lens, strict=True))
 
     def publish(self, cache: SequenceCache, token_ids: Sequence[int], num_tokens: int) -> None:
@@ -203,29 +199,28 @@ class CacheManager:
     def fork(self, cache: SequenceCache, num_tokens: int) -> SequenceCache | None:
         """Return a cache that shares the first `num_tokens` rows of `cache`.
 
-        Full blocks are shared; the rows of a partial last block are copied when the branch first
-        grows. None if some group cannot be shared; the branch then starts without a cache.
+        Full grains are shared for good; blocks of a partial last grain are copied when the branch
+        first grows, so that no block ever belongs to two grains. None if some group cannot be
+        shared; the branch then starts without a cache.
         """
         if not all(manager.is_append_only for manager in self._managers):
             return None
+        num_shared = num_tokens // self.grain_tokens * self.grain_tokens
         tables: list[list[int]] = []
-        sources: list[int] = []
-        for manager, table in zip(self._managers, cache.tables, strict=True):
-            num_full, num_rest = divmod(num_tokens, manager.block_tokens)
-            tables.append(table[:num_full])
-            sources.append(table[num_full] if num_rest else NO_BLOCK)
-        for group in self._groups:
-            for block in (*tables[group], sources[group]):
+        sources: list[list[int]] = []
+        for group, manager in enumerate(self._managers):
+            first, last = manager.num_entries(num_shared), manager.num_entries(num_tokens)
+            tables.append(cache.tables[group][:first])
+            sources.append(cache.tables[group][first:last])
+            for block in cache.tables[group][:last]:
                 if block != NO_BLOCK:
                     self._hold(group, block)
-        num_published = min(
-            cache.num_published_tokens, num_tokens // self.grain_tokens * self.grain_tokens
-        )
+        num_published = min(cache.num_published_tokens, num_shared)
         return SequenceCache(
             salt=cache.salt,
             tables=tables,
             num_dead=list(cache.num_dead),
-            copy_sources=sources if any(s != NO_BLOCK for s in sources) else [],
+            copy_sources=sources if any(sources) else [],
             stable_tokens=0,
             num_published_tokens=num_published,
             chain=cache.chain[: num_tokens // self.grain_tokens],
@@ -237,9 +232,10 @@ class CacheManager:
     def free(self, cache: SequenceCache) -> None:
         """Give back everything a sequence holds, its end first; its chain of keys stays."""
         self._republish(cache)
-        for group, block in enumerate(cache.copy_sources):
-            if block != NO_BLOCK:
-                self._drop(group, block)
+        for group, sources in enumerate(cache.copy_sources):
+            for block in sources:
+                if block != NO_BLOCK:
+                    self._drop(group, block)
         duplicates = set(cache.duplicates)
         num_tokens = max(
             (
@@ -303,23 +299,26 @@ class CacheManager:
                     table[position] = NO_BLOCK
             cache.num_dead[group] = max(cache.num_dead[group], end)
 
-    def _adoptable_sources(self, cache: SequenceCache) -> list[int]:
-        """Return groups whose shared partial block has no other holder left: no copy is needed."""
-        return [
-            group
-            for group, block in enumerate(cache.copy_sources)
-            if block != NO_BLOCK and self.arena.ref_count(group, block) == 1
-        ]
+    def _must_copy(self, group: int, block: int) -> bool:
+        """Whether a source of a fork has another use and so must not be written over.
 
-    def _copy_sources(
-        self, cache: SequenceCache, lens: Sequence[int], copies: list[BlockCopy]
-    ) -> None:
-        """Order the copies of shared partial blocks; sources are pinned until `finish_step`."""
-        for group, source in enumerate(cache.copy_sources):
-            if source != NO_BLOCK:
-                target = cache.tables[group][lens[group]]
-                copies.append(BlockCopy(group=group, source=source, target=target))
-                self._pinned.append((group, source))
+        Somebody else may hold it, or its parent has filled it and its content is cached.
+        """
+        if block == NO_BLOCK:
+            return False
+        is_known = self._index is not None and self._index.has_entry(group, block)
+        return is_known or self.arena.ref_count(group, block) > 1
+
+    def _take_sources(self, cache: SequenceCache, copies: list[BlockCopy]) -> None:
+        """Append the blocks that a fork left to copy; sources are pinned until `finish_step`."""
+        for group, sources in enumerate(cache.copy_sources):
+            for source in sources:
+                block = source
+                if self._must_copy(group, source):
+                    block = self.arena.allocate(group)
+                    copies.append(BlockCopy(group=group, source=source, target=block))
+                    self._pinned.append((group, source))
+                cache.tables[group].append(block)
         cache.copy_sources = []
 
     def _evict(self, victims: Sequence[PrefixEntry]) -> None:

@@ -222,6 +222,10 @@ class PrefixIndex:
             entry_of[block] = entry
         return True
 
+    def has_entry(self, group: int, block: int) -> bool:
+        """Whether the content of a block is known, and so must not be written over."""
+        return block in self._entry_of[group]
+
     def note_held(self, group: int, block: int) -> None:
         """A cached block got its first reference: its entry cannot be evicted."""
         entry = self._entry_of[group][block]

@@ -120,7 +120,7 @@ class Scheduler:
             self._num_steps += 1
             self._in_flight.append((plan, draft.sequences))
         elif not draft.is_short and not (self._in_flight or self._roster.running):
-            self._explain_stall()
+            self._resolve_stall()
         return plan
 
     def update(self, plan: StepPlan, output: StepOutput) -> list[SequenceResult]:
@@ -239,7 +239,11 @@ class Scheduler:
         if fits and self._doorkeeper.exclusive is not sequence:
             self._doorkeeper.exclusive = sequence
             self._preempt(sequence)
+            self._cache.reset_prefix_cache()
             return
+        self._end_at_capacity(sequence)
+
+    def _end_at_capacity(self, sequence: Sequence) -> None:
         logger.warning(
             "Request %s ended at %d tokens: the KV cache holds no more. Give the cache more memory "
             "or lower max_model_len.",
@@ -295,14 +299,18 @@ class Scheduler:
         beside = self._doorkeeper.plan_entry(budget - len(roster.running))
         return beside is None and self._doorkeeper.plan_entry(budget) is not None
 
-    def _explain_stall(self) -> None:
-        """Fail the first waiting request if nothing at all can run: it would wait for ever."""
+    def _resolve_stall(self) -> None:
+        """End the first waiting sequence if nothing at all can run: it would wait for ever."""
         sequence = self._roster.waiting.peek()
         if sequence is None:
             return
+        num_tokens = len(sequence.token_ids)
+        if not self._cache.fits_empty(num_tokens, self._config.max_num_batched_tokens):
+            self._end_at_capacity(sequence)
+            return
         held = {usage.name: usage.num_held_blocks for usage in self._cache.group_usage()}
         error = (
-            f"the request cannot be scheduled: {len(sequence.token_ids)} tokens, nothing else "
+            f"the request cannot be scheduled: {num_tokens} tokens, nothing else "
             f"runs, blocks held by group {held}, "
             f"{self._cache.arena.num_free_superblocks} of {self._cache.arena.num_superblocks} "
             "superblocks free. This is a defect of the scheduler; please report it with this line"

@@ -1,0 +1,116 @@
+"""What must hold after every call: counts recomputed from scratch, references, reachability."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.core.builders import Harness
+from vllm.core.block.arena import SuperblockArena
+from vllm.core.cache_manager import CacheManager
+from vllm.sequence import NO_BLOCK, Sequence, SequenceStatus
+
+
+def check_arena(arena: SuperblockArena) -> None:
+    """Every running count equals what the superblocks say."""
+    num_groups = len(arena.blocks_per_superblock)
+    free_slots, reclaimable, owned, held_blocks = ([0] * num_groups for _ in range(4))
+    idle = 0
+    free = set(arena._free)
+    for superblock in range(arena.num_superblocks):
+        group = arena._owner[superblock]
+        if group < 0:
+            assert superblock in free
+            assert arena.superblock_counts(superblock) == (0, 0)
+            continue
+        assert superblock not in free
+        per = arena.blocks_per_superblock[group]
+        refs = arena._refs[group][superblock * per : (superblock + 1) * per]
+        held = sum(count > 0 for count in refs)
+        slots = arena._slots[superblock]
+        assert len(set(slots)) == len(slots)
+        assert all(refs[slot] == 0 for slot in slots)
+        used = per - len(slots)
+        assert used > 0
+        assert arena.superblock_counts(superblock) == (used, held)
+        owned[group] += 1
+        held_blocks[group] += held
+        free_slots[group] += len(slots)
+        if held:
+            reclaimable[group] += per - held
+        else:
+            idle += 1
+        for number, bucket in enumerate(arena._buckets[group]):
+            assert (superblock in bucket) == (number == used)
+            assert bool(bucket) == bool(arena._bucket_masks[group] >> number & 1)
+    assert len(free) == len(arena._free)
+    assert arena.num_free_slots == free_slots
+    assert arena.num_reclaimable == reclaimable
+    assert arena.num_idle == idle
+    assert [arena.num_owned_superblocks(g) for g in range(num_groups)] == owned
+    assert [arena.num_held_blocks(g) for g in range(num_groups)] == held_blocks
+
+
+def check_references(cache: CacheManager, sequences: list[Sequence]) -> None:
+    """A block has as many references as tables (and copy-on-write sources) name it."""
+    for group in range(len(cache.arena.blocks_per_superblock)):
+        expected: Counter[int] = Counter()
+        for sequence in sequences:
+            if sequence.cache.tables:
+                expected.update(b for b in sequence.cache.tables[group] if b != NO_BLOCK)
+            if sequence.cache.copy_sources:
+                expected.update(b for b in sequence.cache.copy_sources[group] if b != NO_BLOCK)
+        actual = {b: c for b, c in enumerate(cache.arena._refs[group]) if c}
+        assert actual == dict(expected)
+
+
+def check_index(cache: CacheManager) -> None:
+    """Evictable means held by nobody; children go before parents; nothing evictable is out of reach."""
+    index = cache._index
+    if index is None:
+        return
+    order = {entry: place for place, entry in enumerate(index._evictable)}
+    for node in index._nodes.values():
+        assert any(node.entries)
+        for group, entry in enumerate(node.entries):
+            if entry is None:
+                continue
+            held = sum(cache.arena.ref_count(group, b) > 0 for b in entry.block_ids)
+            assert entry.num_held == held
+            assert (entry in order) == (held == 0)
+            assert all(index._entry_of[group][b] is entry for b in entry.block_ids)
+            if entry in order and node.parent and index.needs_parent(group):
+                parent = index._nodes[node.parent].entries[group]
+                assert parent is not None, "a cached grain nothing can reach"
+                assert parent not in order or order[parent] > order[entry]
+    cached = [cache.arena.num_cached_blocks(g) for g in range(len(index._entry_of))]
+    known = [
+        sum(cache.arena.ref_count(g, b) == 0 for b in entry_of)
+        for g, entry_of in enumerate(index._entry_of)
+    ]
+    assert cached == known
+
+
+def check_scheduler(harness: Harness, ended: list[Sequence]) -> None:
+    """Seats, ranks and blocks of the scheduler; `ended` are over-runs whose blocks are still out."""
+    roster = harness.scheduler._roster
+    sequences = [s for state in roster.requests.values() for s in state.sequences]
+    ranks = [s.rank for s in roster.running]
+    assert ranks == sorted(ranks)
+    assert roster.num_seats <= harness.config.max_num_seqs
+    running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
+    assert sorted(s.seq_id for s in running) == sorted(s.seq_id for s in roster.running)
+    assert roster.num_reserved_seats == sum(s.state.num_seats - 1 for s in running)
+    waiting = [s for s in sequences if s.status is SequenceStatus.WAITING]
+    assert len(waiting) == len(roster.waiting)
+    assert all(not s.cache.tables for s in waiting)
+    draining = [s for s in sequences if s.status is SequenceStatus.DRAINING]
+    assert roster.num_releasing == len(draining) + len(ended)
+    for sequence in running:
+        if not sequence.cache.copy_sources:
+            for manager, table in zip(harness.cache._managers, sequence.cache.tables, strict=True):
+                held = sum(block != NO_BLOCK for block in table)
+                assert held <= manager.need(max(0, sequence.num_computed_tokens - 1), 1)
+                assert len(table) == manager.num_entries(sequence.num_computed_tokens)
+    check_references(harness.cache, [*sequences, *ended])
+    check_arena(harness.cache.arena)
+    check_index(harness.cache)
