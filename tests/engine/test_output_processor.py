@@ -261,10 +261,12 @@ def test_failures_end_one_request_with_its_reason() -> None:
     done = run.processor.process(
         EngineOutputs(results=[], failures=[failure], stats=CoreStats(), time_s=1.0)
     )
-    ((request_id, error),) = done.failures
-    assert request_id == "r"
-    assert isinstance(error, RequestError)
-    assert error.param == "guided_regex"
+    (failed,) = done.failures
+    assert failed.request_id == "r"
+    assert isinstance(failed.error, RequestError)
+    assert failed.error.param == "guided_regex"
+    assert failed.output.finished
+    assert failed.output.outputs[0].finish_reason == "error"
     assert not run.is_open
     assert done.stats.finished[0].reason is FinishReason.ERROR
 
@@ -272,7 +274,7 @@ def test_failures_end_one_request_with_its_reason() -> None:
 def test_an_error_of_a_row_ends_its_request() -> None:
     run = Run(n=2)
     done = run.token(finish_reason=FinishReason.ERROR, error="processor raised")
-    assert "processor raised" in str(done.failures[0][1])
+    assert "processor raised" in str(done.failures[0].error)
     assert done.messages == [AbortRequests(request_ids=["r"])]
 
 

@@ -50,6 +50,7 @@ class EngineCore:
 
     Attributes:
         ready: what it is and what it holds, known once it is made.
+        num_steps: steps with work in them so far.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -79,9 +80,9 @@ class EngineCore:
         self._structured = StructuredOutput(config.model_config.vocab_size)
         self._compiling: dict[str, tuple[AddRequest, Future[LLMatcher]]] = {}
         self._failures: list[RequestFailure] = []
-        self._num_steps = 0
+        self.num_steps = 0
         self._last_step_ms = 0.0
-        self.ready = _make_ready(reports, layout, capacity)
+        self.ready = _make_ready(reports, layout, capacity, self.stats().groups)
         _log_capacity(self.ready, capacity)
 
     @property
@@ -141,7 +142,7 @@ class EngineCore:
             self._structured.accept(results)
             for failure in broken:
                 self._fail(failure)
-        self._num_steps += 1
+        self.num_steps += 1
         self._last_step_ms = 1000 * (time.perf_counter() - started_s)
         return results
 
@@ -171,7 +172,7 @@ class EngineCore:
                 )
                 for group in stats.groups
             ],
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             num_preemptions=stats.num_preemptions,
             num_cache_queries=stats.num_prefix_query_tokens,
             num_cache_hits=stats.num_prefix_hit_tokens,
@@ -250,7 +251,10 @@ def _check_block_size(block_size: int, reports: tuple[RankReport, ...]) -> None:
 
 
 def _make_ready(
-    reports: tuple[RankReport, ...], layout: CacheLayout, capacity: CapacityReport
+    reports: tuple[RankReport, ...],
+    layout: CacheLayout,
+    capacity: CapacityReport,
+    groups: list[GroupUsage],
 ) -> EngineReady:
     first = layout.groups[0]
     return EngineReady(
@@ -258,6 +262,7 @@ def _make_ready(
             LayerKernelReport(layer=k.layer, kernel=k.kernel, note=k.note)
             for k in reports[0].kernels
         ],
+        groups=groups,
         num_cache_tokens=layout.num_superblocks * first.blocks_per_superblock * first.block_tokens,
         num_gpu_blocks=layout.num_superblocks * first.blocks_per_superblock,
         block_tokens=first.block_tokens,

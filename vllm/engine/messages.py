@@ -87,7 +87,6 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         num_running, num_waiting: requests, now.
         groups: blocks, now.
         num_cache_queries, num_cache_hits: prompt tokens looked up and found in the prefix cache.
-        queue_time_s, num_queued: sum of the waiting times of the requests that were admitted.
         last_step_ms: time of the last step with work in it.
     """
 
@@ -98,8 +97,6 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_preemptions: int = 0
     num_cache_queries: int = 0
     num_cache_hits: int = 0
-    queue_time_s: float = 0.0
-    num_queued: int = 0
     last_step_ms: float = 0.0
 
 
@@ -140,10 +137,12 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     Attributes:
         num_cache_tokens: tokens that the whole cache holds.
         block_tokens: tokens of a block of the first group.
+        groups: blocks of the empty cache.
         startup: further facts of the capacity report, for logs and `vllm stats`.
     """
 
     kernels: list[LayerKernelReport]
+    groups: list[GroupUsage]
     num_cache_tokens: int
     num_gpu_blocks: int
     block_tokens: int

@@ -92,7 +92,9 @@ class OpenRequest:
             self._add_prompt_logprobs(result.prompt_start, result.prompt_logprobs)
         if result.first_scheduled_time is not None and self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = result.first_scheduled_time
-            self.metrics.time_in_queue = result.first_scheduled_time - self.metrics.arrival_time
+            waited_s = max(0.0, result.first_scheduled_time - self.metrics.arrival_time)
+            self.metrics.time_in_queue = waited_s
+            stats.times_in_queue_s.append(waited_s)
         answer = self.answers[result.branch]
         if answer.finish_reason is not None:
             return False

@@ -20,6 +20,19 @@ from vllm.transformers_utils.detokenizer import TokenBytes
 from vllm.types import FinishReason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRequest:
+    """A request that ended by an error of its own.
+
+    Attributes:
+        output: its last output, with finish reason "error".
+    """
+
+    request_id: str
+    error: VllmError
+    output: RequestOutput
+
+
 @dataclass(slots=True, kw_only=True)
 class ProcessedOutputs:
     """What one step means for the callers.
@@ -31,7 +44,7 @@ class ProcessedOutputs:
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)
-    failures: list[tuple[str, VllmError]] = field(default_factory=list)
+    failures: list[FailedRequest] = field(default_factory=list)
     messages: list[AbortRequests | EndBranches] = field(default_factory=list)
     stats: IterationStats = field(default_factory=IterationStats)
 
@@ -95,7 +108,11 @@ class OutputProcessor:
         error: VllmError = VllmError(failure.message)
         if failure.is_request_fault:
             error = RequestError(failure.message, param=failure.param)
-        done.failures.append((failure.request_id, error))
+        output = request.make_output(list(range(len(request.answers))))
+        assert output is not None, "a request that has ended always has a last output"
+        done.failures.append(
+            FailedRequest(request_id=failure.request_id, error=error, output=output)
+        )
         done.messages.append(AbortRequests(request_ids=[failure.request_id]))
 
     def _collect(

@@ -61,18 +61,25 @@ class IterationStats:
     """What happened in one step, or several added up.
 
     Attributes:
+        times_in_queue_s: of the requests that entered their first step.
         times_to_first_token_s, times_per_output_token_s: one entry for each request that got one.
     """
 
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    times_in_queue_s: list[float] = field(default_factory=list)
     times_to_first_token_s: list[float] = field(default_factory=list)
     times_per_output_token_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
 
 
 def make_engine_stats(
-    stats: CoreStats, ready: EngineReady, *, is_alive: bool, has_prefix_caching: bool
+    stats: CoreStats,
+    ready: EngineReady,
+    *,
+    is_alive: bool,
+    has_prefix_caching: bool,
+    avg_queue_time_ms: float,
 ) -> EngineStats:
     """Return the snapshot that the engine side's latest report describes."""
     groups = {
@@ -96,7 +103,7 @@ def make_engine_stats(
         gpu_prefix_cache_hit_rate=_hit_rate(stats) if has_prefix_caching else -1.0,
         num_preemptions=stats.num_preemptions,
         num_steps=stats.num_steps,
-        avg_queue_time_ms=1000 * stats.queue_time_s / max(1, stats.num_queued),
+        avg_queue_time_ms=avg_queue_time_ms,
         last_step_ms=stats.last_step_ms,
         blocks_by_group=groups,
         kernels={k.layer: {"kernel": k.kernel, "note": k.note} for k in ready.kernels},
