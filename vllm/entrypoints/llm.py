@@ -216,9 +216,7 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
-        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self, prompts: Sequence[str | list[int]], params: BeamSearchParams

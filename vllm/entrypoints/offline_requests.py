@@ -111,7 +111,9 @@ def attach_guided_options(
     )
     for one in params:
         if one.guided_decoding is not None:
-            raise RequestError("guided_decoding and guided_options_request are both given; give one")
+            raise RequestError(
+                "guided_decoding and guided_options_request are both given; give one"
+            )
         one.guided_decoding = guided
     return list(params)
 

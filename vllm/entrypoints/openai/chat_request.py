@@ -72,8 +72,8 @@ class ChatCompletionRequest(SamplingFields):
         if self.continue_final_message:
             if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
                 raise ValueError(
-                    "continue_final_message: cannot be true together with add_generation_prompt: the "
-                    "answer either continues the last message or begins a new one"
+                    "continue_final_message: cannot be true together with add_generation_prompt: "
+                    "the answer either continues the last message or begins a new one"
                 )
             self.add_generation_prompt = False
         self._check_tools()

@@ -1,0 +1,80 @@
+"""The uvicorn server: its configuration, and an end that the launcher decides about."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Iterator
+from socket import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_KEEP_ALIVE_S = 5
+
+
+class HttpServer(uvicorn.Server):
+    """A server that leaves signals to the launcher and says where it listens."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take no signals: the launcher has them from the start on."""
+        yield
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Begin to listen, then say so."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            host, port = sock.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            scheme = "https" if self.config.is_ssl else "http"
+            logger.info("Ready: serving at %s://%s:%d", scheme, shown, port)
+
+    def stop(self) -> None:
+        """Take no new requests, let running ones finish, then end."""
+        logger.info(
+            "Stopping: running requests may take up to %s s more; a second signal ends them now",
+            self.config.timeout_graceful_shutdown,
+        )
+        self.should_exit = True
+
+    def stop_now(self) -> None:
+        """End without waiting for running requests."""
+        logger.warning("Stopping now; running requests are cut")
+        self.should_exit = True
+        self.force_exit = True
+
+
+def make_http_server(app: ASGIApp, args: ServerArgs) -> HttpServer:
+    """Configure the server.
+
+    Raises:
+        ConfigError: the TLS files do not exist or do not fit together.
+    """
+    config = uvicorn.Config(
+        app,
+        loop="none",  # the launcher has made the event loop
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level=args.uvicorn_log_level,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(args.shutdown_timeout)),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        root_path=args.root_path or "",
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as cause:
+        files = ", ".join(filter(None, (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)))
+        raise ConfigError(f"TLS cannot be set up from {files}: {cause}") from cause
+    return HttpServer(config)
