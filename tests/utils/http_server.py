@@ -1,7 +1,7 @@
 """A real HTTP server in a thread, around an application that a test has built.
 
-Requests travel through sockets and uvicorn, so disconnects, keep-alive and streaming are the real ones;
-the engine lives in this process and can be looked into.
+Requests travel through sockets and uvicorn, so disconnects, keep-alive and streaming are the real
+ones; the engine lives in this process and can be looked into.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An engine without a model: it writes what the test tells it to.
 
-For tests of the HTTP layer. The text side (tokens to text, stop strings, outputs) is the real one, so
-only the choice of the tokens is made up.
+For tests of the HTTP layer. The text side (tokens to text, stop strings, outputs) is the real
+one, so only the choice of the tokens is made up.
 """
 
 from __future__ import annotations
