@@ -15,8 +15,23 @@ from typing import Any
 
 import msgspec
 
+from vllm.outputs import Logprob, PromptLogprobs, RequestMetrics, SampleLogprobs
 from vllm.step import RowSampling, TokenLogprobs
 from vllm.types import FinishReason
+
+__all__ = [
+    "NO_BLOCK",
+    "Logprob",
+    "PromptLogprobs",
+    "RequestMetrics",
+    "RequestState",
+    "SampleLogprobs",
+    "Sequence",
+    "SequenceCache",
+    "SequenceRequest",
+    "SequenceResult",
+    "SequenceStatus",
+]
 
 NO_BLOCK = -1
 """Entry of a block table behind which nothing is stored."""

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+AsyncEngineDeadError = EngineDeadError
+"""The name that 0.6.3 has for it."""
+
 _LOG_S = 5.0
 
 
