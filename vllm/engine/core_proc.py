@@ -70,7 +70,10 @@ class ReportSocket:
 
 def run_engine_process() -> None:
     """Be an engine process; returns when it was told to stop, exits with 1 after an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that made this one
+    # Ctrl-C, and a SIGTERM to the whole group, are for the process that made this one: it lets running
+    # requests finish, then says when to stop. Ranks inherit this.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     config, input_address, output_address, log_level = pickle.load(sys.stdin.buffer)
     logging.getLogger("vllm").setLevel(log_level)
     threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
