@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from vllm import envs
+from vllm._custom_ops.library import load_extension
 from vllm.attention.backends.abstract import KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.attention.layer import Attention
@@ -60,6 +61,7 @@ class Worker:
         self._specs: tuple[LayerCacheSpec, ...] = ()
         self._kernels: dict[int, LayerKernel] = {}
         if isinstance(self._platform, CpuPlatform):
+            load_extension()  # a broken one is said now, not after the weights
             bind = envs.VLLM_CPU_OMP_THREADS_BIND
             apply_threads(bind, tp.rank, tp.size, self._platform.list_cpus())
 
