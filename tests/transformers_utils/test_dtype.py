@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,6 @@ from vllm.transformers_utils.dtype import checkpoint_dtype, normalize_dtype, res
 from vllm.types import DType
 
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
-
-
-@pytest.fixture(autouse=True)
-def _capture_logs() -> None:
-    logging.getLogger("vllm").propagate = True
 
 
 def checkpoint(directory: Path, config: dict[str, Any], dtype: torch.dtype) -> DType | None:

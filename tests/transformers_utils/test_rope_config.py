@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -75,7 +74,6 @@ def test_a_missing_number_is_named(kind: str) -> None:
 
 
 def test_kinds_that_contradict_each_other(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("vllm").propagate = True
     config = normalize({"rope_type": "linear", "type": "dynamic", "factor": 5.0})
     assert config["rope_parameters"]["rope_type"] == "linear"
     assert "rope_type is used" in caplog.text

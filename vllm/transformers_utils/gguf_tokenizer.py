@@ -17,13 +17,15 @@ from tokenizers import (
     decoders,
     models,
     normalizers,
-    pre_tokenizers,
     processors,
 )
 
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.transformers_utils.gguf_file import GGUFFile
 from vllm.transformers_utils.pre_tokenizers import ADDS_BOS, IGNORES_MERGES, make_splitter, uses_nfc
+
+logger = init_logger(__name__)
 
 # Token types of the format.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -81,11 +83,11 @@ def read_tokenizer(file: GGUFFile) -> GGUFTokenizer:
 def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Tokenizer:
     """Byte-level BPE: vocabulary and merges as the file lists them."""
     pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
-    merges = [_split_merge(str(line)) for line in file.array("tokenizer.ggml.merges")]
+    vocab = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(
         models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=merges,
+            vocab=vocab,
+            merges=_read_merges(file, vocab),
             fuse_unk=False,
             ignore_merges=pre in IGNORES_MERGES,
         )
@@ -97,10 +99,25 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Tokenizer:
     return backend
 
 
-def _split_merge(line: str) -> tuple[str, str]:
-    # A byte-level token has no space of its own, but the first character may be one in odd files.
-    left, _, right = line[1:].partition(" ")
-    return line[:1] + left, right
+def _read_merges(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Read the merges of a file, those left out that make no token of the vocabulary."""
+    merges: list[tuple[str, str]] = []
+    num_moot = 0
+    for line in file.array("tokenizer.ggml.merges"):
+        # The space between the parts, not one that a part may start with.
+        cut = line.find(" ", 1)
+        left, right = line[:cut], line[cut + 1 :]
+        if left in vocab and right in vocab and left + right in vocab:
+            merges.append((left, right))
+        else:
+            num_moot += 1
+    if num_moot:
+        logger.warning(
+            "%s: %d merges of the tokenizer make no token of its vocabulary and are left out.",
+            file.path,
+            num_moot,
+        )
+    return merges
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
@@ -121,15 +138,14 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
         )
     )
     restore = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.architecture in _GEMMA:
-        backend.normalizer = normalizers.Replace(" ", _SPACE)
+    replace = normalizers.Replace(" ", _SPACE)
+    is_prefixed = file.architecture not in _GEMMA
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", is_prefixed):
+        # Text that starts with a space gets one more, as sentencepiece has it.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
+        restore.append(decoders.Strip(content=" ", left=1))
     else:
-        has_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement=_SPACE, prepend_scheme="first" if has_prefix else "never", split=False
-        )
-        if has_prefix:
-            restore.append(decoders.Strip(content=" ", left=1))
+        backend.normalizer = replace
     backend.decoder = decoders.Sequence(restore)
     return backend
 
