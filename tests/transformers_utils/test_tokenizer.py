@@ -129,10 +129,8 @@ def test_smollm2_gives_the_recorded_ids(smollm2_gguf: Path) -> None:
     check_recorded(tokenizer, "smollm2-135m")
     assert len(tokenizer) == 49152 and len(tokenizer.all_special_ids) == 17
     assert tokenizer.model_max_length == 8192
-    assert tokenizer("In 2018").input_ids == tokenizer("In 20").input_ids + [
-        33,
-        40,
-    ]  # digit by digit
+    ids = tokenizer("In 2018").input_ids
+    assert ids == [*tokenizer("In 20").input_ids, 33, 40]  # digit by digit
 
 
 def test_gemma3_gives_the_recorded_ids(gemma3_gguf: Path) -> None:
