@@ -65,6 +65,7 @@ class CacheManager:
             else None
         )
         self.grain_tokens = grain
+        self._generation = 0
         self._pinned: list[tuple[int, int]] = []
         self.no_blocks: NewBlocks = tuple([] for _ in groups)
         self.num_query_tokens = 0
@@ -153,6 +154,7 @@ class CacheManager:
             for manager in self._managers
         ]
         cache.num_published_tokens = num_computed
+        cache.generation = self._generation
         self._grow(cache, num_computed, admission.num_new)
 
     def extend(
@@ -185,7 +187,7 @@ class CacheManager:
     def publish(self, cache: SequenceCache, token_ids: Sequence[int], num_tokens: int) -> None:
         """Offer the full grains among the first `num_tokens`, all computed, to the prefix index."""
         index = self._index
-        if index is None:
+        if index is None or cache.generation != self._generation:
             return
         grain = self.grain_tokens
         first, last = cache.num_published_tokens // grain, num_tokens // grain
@@ -221,7 +223,7 @@ class CacheManager:
             tables=tables,
             num_dead=list(cache.num_dead),
             copy_sources=sources if any(sources) else [],
-            stable_tokens=0,
+            generation=cache.generation,
             num_published_tokens=num_published,
             chain=cache.chain[: num_tokens // self.grain_tokens],
             duplicates=[
@@ -267,7 +269,8 @@ class CacheManager:
         return self.arena.take_changed_owner()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; blocks of running sequences stay theirs."""
+        """Forget every cached prefix; what running sequences hold stays theirs and is not cached."""
+        self._generation += 1
         if self._index is not None:
             for entry in self._index.clear():
                 for block in entry.block_ids:
@@ -341,6 +344,8 @@ class CacheManager:
 
     def _republish(self, cache: SequenceCache) -> None:
         """Take over grains whose first owner was evicted, so that what follows stays reachable."""
+        if cache.generation != self._generation:
+            cache.duplicates = []
         if cache.duplicates:
             cache.duplicates = [d for d in cache.duplicates if not self._register(cache, d)]
 

@@ -199,8 +199,6 @@ class PrefixIndex:
     ) -> bool:
         """Record held blocks as a group's content of grain `number` of a chain.
 
-        An entry that nothing could reach is not recorded.
-
         Returns:
             False if the group already has content there, in these or other blocks.
         """
@@ -209,10 +207,6 @@ class PrefixIndex:
         node = self._nodes.get(digest)
         if node is not None and node.entries[group] is not None:
             return False
-        if parent and self._managers[group].needs_whole_prefix:
-            before = self._nodes.get(parent)
-            if before is None or before.entries[group] is None:
-                return True
         if node is None:
             node = PrefixNode(digest, parent, tokens, len(self._managers))
             self._nodes[digest] = node
