@@ -159,15 +159,21 @@ VLLM_INLINE void multiply_tile(Vec (&acc)[R][kVecs], const bf16* x, int64_t stri
   }
 }
 
-// Rows of x times one block; `finish(row, column vector index, value)` takes every result.
-template <int R, typename T, typename Finish>
+// Where the sums of a product begin.
+struct FromZero {
+  VLLM_INLINE Vec operator()(int64_t, int) const { return zero(); }
+};
+
+// Rows of x times one block. `start(row, v)` gives the first value of the sum of column vector v of a
+// row, `finish(row, v, value)` takes the last.
+template <int R, typename T, typename Start, typename Finish>
 VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Prefetcher& prefetch,
-                          int64_t row, const Finish& finish) {
+                          int64_t row, const Start& start, const Finish& finish) {
   Vec acc[R][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = zero();
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = start(row + r, v);
   }
   multiply_tile<R>(acc, x + row * stride, stride, w, k, prefetch);
 #pragma GCC unroll 16
@@ -178,12 +184,15 @@ VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Pre
 }
 
 // run_tile with R = rows, for rows up to kTileRows.
-template <typename T, typename Finish>
+template <typename T, typename Start, typename Finish>
 VLLM_INLINE void run_rows(int rows, const T* x, int64_t stride, const T* w, int64_t k,
-                          Prefetcher& prefetch, int64_t row, const Finish& finish) {
-#define VLLM_TILE(R)                                                                      \
-  case R:                                                                                 \
-    if constexpr (R <= kTileRows<T>) run_tile<R>(x, stride, w, k, prefetch, row, finish); \
+                          Prefetcher& prefetch, int64_t row, const Start& start,
+                          const Finish& finish) {
+#define VLLM_TILE(R)                                                       \
+  case R:                                                                  \
+    if constexpr (R <= kTileRows<T>) {                                     \
+      run_tile<R>(x, stride, w, k, prefetch, row, start, finish);          \
+    }                                                                      \
     break
   switch (rows) {
     VLLM_TILE(1);
@@ -204,20 +213,20 @@ VLLM_INLINE void run_rows(int rows, const T* x, int64_t stride, const T* w, int6
 #undef VLLM_TILE
 }
 
-// Rows [0, rows) of x times one block, in tiles of nearly equal height. `next` (or null) is memory
-// to bring closer meanwhile, as a rule the next block.
-template <typename T, typename Finish>
+// Rows [0, rows) of x times one block, in tiles of nearly equal height. `next` (or null) is memory to
+// bring closer meanwhile, as a rule the next block.
+template <typename T, typename Start, typename Finish>
 VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const T* w, int64_t k,
-                                const T* next, const Finish& finish) {
+                                const T* next, const Start& start, const Finish& finish) {
   const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
-  const int64_t bytes = next == nullptr ? 0 : block_elements<T>(k) * sizeof(T);
-  const char* start = reinterpret_cast<const char*>(next);
-  Prefetcher prefetch{start, start + bytes, static_cast<int>((8 + tiles - 1) / tiles)};
+  const int64_t bytes = next == nullptr ? 0 : block_elements<T>(k) * static_cast<int64_t>(sizeof(T));
+  const char* first = reinterpret_cast<const char*>(next);
+  Prefetcher prefetch{first, first + bytes, static_cast<int>((8 + tiles - 1) / tiles)};
   const int64_t height = rows / tiles, taller = rows % tiles;
   int64_t row = 0;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int h = static_cast<int>(height + (tile < taller));
-    run_rows(h, x, stride, w, k, prefetch, row, finish);
+    run_rows(h, x, stride, w, k, prefetch, row, start, finish);
     row += h;
   }
 }

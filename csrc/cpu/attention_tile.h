@@ -1,0 +1,291 @@
+// Attention of one tile of query rows over its keys, with one running softmax a row; included by
+// kernels only (paged attention, fused decoder layers).
+//
+// A row meets its keys in blocks of kBlockKeys that start at multiples of kBlockKeys; the running
+// softmax starts anew at multiples of kPartKeys and the parts are folded in rising order. A block
+// or part in which a row sees nothing leaves its state as it is, bit for bit. So neither the tile,
+// nor the chunk, nor the place of a key (cache or fresh) shows in the result.
+#pragma once
+
+#include "cpu/attention_pack.h"
+#include "cpu/kernels/attention.h"
+#include "cpu/memory.h"
+
+namespace VLLM_KERNEL_NAMESPACE {
+
+inline constexpr float kNothingSeen = -1e30f;  // running maximum before the first key
+
+// Running softmax of the rows of a tile: sum of weights, weighted sum of values, relative to `top`.
+struct SoftmaxState {
+  float* acc;  // [rows, value_cols]
+  float* top;  // [rows]
+  float* sum;  // [rows]
+};
+
+// Working memory of one thread.
+template <typename T>
+struct TileMemory {
+  T* query;       // [rows, head_size]
+  T* keys;        // packed block
+  T* values;      // packed block
+  T* weights;     // [rows, kBlockKeys]
+  float* scores;  // [rows, kBlockKeys]
+  float* new_top;
+  float* decay;
+  SoftmaxState part, total;
+};
+
+// What a unit is about.
+struct TileTask {
+  int64_t row, kv_head, first_token, tokens, group;
+  int64_t start;        // position of the row's first new token
+  int64_t first, last;  // positions of the tile
+};
+
+VLLM_INLINE uint64_t bit_range(int64_t begin, int64_t end) {
+  if (begin < 0) begin = 0;
+  if (end > kBlockKeys) end = kBlockKeys;
+  if (begin >= end) return 0;
+  const uint64_t below_end = end == 64 ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+  return below_end & ~((uint64_t{1} << begin) - 1);
+}
+
+// Which keys of the block at position `base` the positions from..to see between them.
+VLLM_INLINE uint64_t visible_keys(const Visibility& v, int64_t from, int64_t to, int64_t base) {
+  const int64_t sinks = v.sink_tokens < to + 1 ? v.sink_tokens : to + 1;
+  return bit_range(v.first(from) - base, to + 1 - base) | bit_range(-base, sinks - base);
+}
+
+template <typename T>
+VLLM_INLINE TileMemory<T> tile_memory(int64_t rows, int64_t head_size) {
+  const int64_t value_cols = num_blocks(head_size) * kBlockCols;
+  const int64_t lines = (rows + 15) / 16 * 16;
+  const int64_t elements[] = {rows * head_size, kBlockKeys * head_size, kBlockKeys * value_cols,
+                              rows * kBlockKeys};
+  const int64_t floats = rows * kBlockKeys + 2 * rows * value_cols + 6 * lines;
+  int64_t bytes = floats * 4 + 64;
+  for (const int64_t n : elements) bytes += n * static_cast<int64_t>(sizeof(T)) + 64;
+  char* next = static_cast<char*>(thread_scratch(Scratch::kAttention, static_cast<size_t>(bytes)));
+  const auto take = [&next](int64_t n, int64_t size) {
+    char* place = next;
+    next += (n * size + 63) / 64 * 64;
+    return place;
+  };
+  const auto take_floats = [&](int64_t n) { return reinterpret_cast<float*>(take(n, 4)); };
+  TileMemory<T> memory;
+  memory.query = reinterpret_cast<T*>(take(elements[0], sizeof(T)));
+  memory.keys = reinterpret_cast<T*>(take(elements[1], sizeof(T)));
+  memory.values = reinterpret_cast<T*>(take(elements[2], sizeof(T)));
+  memory.weights = reinterpret_cast<T*>(take(elements[3], sizeof(T)));
+  memory.scores = take_floats(rows * kBlockKeys);
+  memory.part.acc = take_floats(rows * value_cols);
+  memory.total.acc = take_floats(rows * value_cols);
+  float** const lists[] = {&memory.new_top,  &memory.decay,     &memory.part.top,
+                           &memory.part.sum, &memory.total.top, &memory.total.sum};
+  for (float** list : lists) *list = take_floats(lines);
+  return memory;
+}
+
+// Bytes-wise zero row that stands for keys which nobody sees.
+alignas(64) inline constexpr char kZeroRow[256 * 4] = {};
+
+// Addresses of the K and V rows of the keys at base + i, for i < count where bit i of `live` is
+// set; kZeroRow elsewhere.
+VLLM_INLINE void find_rows(const AttentionArgs& args, const TileTask& task, int64_t base,
+                           int64_t count, uint64_t live, const char** keys, const char** values) {
+  const AttentionBatch& batch = args.batch;
+  const int32_t* offsets = batch.block_offsets + task.row * batch.max_blocks;
+  const int64_t cached = args.fresh_key.data == nullptr ? INT64_MAX : task.start;
+  int64_t block = base / batch.block_tokens, row = base % batch.block_tokens;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t position = base + i;
+    if (!(live >> i & 1)) {
+      keys[i] = values[i] = kZeroRow;
+    } else if (position < cached) {
+      keys[i] = args.key.cached(offsets[block], row, task.kv_head);
+      values[i] = args.value.cached(offsets[block], row, task.kv_head);
+    } else {
+      const int64_t token = batch.cu_query_lens[task.row] + position - task.start;
+      keys[i] = args.fresh_key.fresh(token, task.kv_head);
+      values[i] = args.fresh_value.fresh(token, task.kv_head);
+    }
+    if (++row == batch.block_tokens) {
+      row = 0;
+      ++block;
+    }
+  }
+}
+
+// Scores of one row against a block into weights; state.top must already be new_top.
+template <typename T>
+VLLM_INLINE float weigh_row(float* scores, T* weights, uint64_t mask, int64_t count, float top) {
+  Vec sum = zero();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec p = exp(sub(load(scores + i), set1(top)));
+    if (mask != ~uint64_t{0}) p = select_bits(mask >> i, p, zero());
+    p = round_to<T>(p);
+    store(weights + i, p);
+    sum = add(sum, p);
+  }
+  return reduce_add(sum);
+}
+
+// Scales, caps and masks the scores of one row in place; returns their maximum.
+VLLM_INLINE float shape_row(float* scores, uint64_t mask, int64_t count, float scale,
+                            float soft_cap) {
+  Vec top = set1(kNothingSeen);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec s = mul(load(scores + i), set1(scale));
+    if (soft_cap > 0.0f) s = mul(tanh(div(s, set1(soft_cap))), set1(soft_cap));
+    if (mask != ~uint64_t{0}) s = select_bits(mask >> i, s, set1(kNothingSeen));
+    store(scores + i, s);
+    top = max(s, top);
+  }
+  return reduce_max(top);
+}
+
+// One block of keys: scores, running softmax, weighted values.
+template <typename T>
+VLLM_INLINE void attend_block(const AttentionArgs& args, const TileTask& task,
+                              const TileMemory<T>& memory, int64_t base, uint64_t live) {
+  const int64_t rows = task.tokens * task.group;
+  const int64_t head_size = args.head_size;
+  const int64_t value_cols = num_blocks(head_size) * kBlockCols;
+  const int64_t count = (64 - __builtin_clzll(live) + 15) / 16 * 16;
+  const char* key_rows[kBlockKeys];
+  const char* value_rows[kBlockKeys];
+  find_rows(args, task, base, count, live, key_rows, value_rows);
+
+  pack_keys(memory.keys, key_rows, count, head_size);
+  for (int64_t key = 0; key < count; key += kBlockCols) {
+    float* scores = memory.scores + key;
+    multiply_block(memory.query, head_size, rows,
+                   memory.keys + key / kBlockCols * block_elements<T>(head_size), head_size,
+                   static_cast<const T*>(nullptr), FromZero{}, [=](int64_t r, int v, Vec x) {
+                     store(scores + r * kBlockKeys + v * kLanes, x);
+                   });
+  }
+
+  const SoftmaxState& state = memory.part;
+  for (int64_t token = 0, r = 0; token < task.tokens; ++token) {
+    const int64_t position = task.first + token;
+    const uint64_t mask = visible_keys(args.visibility, position, position, base);
+    for (int64_t g = 0; g < task.group; ++g, ++r) {
+      const float top =
+          shape_row(memory.scores + r * kBlockKeys, mask, count, args.scale, args.soft_cap);
+      memory.new_top[r] = top > state.top[r] ? top : state.top[r];
+    }
+  }
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    store(memory.decay + r, exp(sub(load(state.top + r), load(memory.new_top + r))));
+    store(state.top + r, load(memory.new_top + r));
+  }
+  for (int64_t token = 0, r = 0; token < task.tokens; ++token) {
+    const int64_t position = task.first + token;
+    const uint64_t mask = visible_keys(args.visibility, position, position, base);
+    for (int64_t g = 0; g < task.group; ++g, ++r) {
+      const float sum = weigh_row(memory.scores + r * kBlockKeys, memory.weights + r * kBlockKeys,
+                                  mask, count, state.top[r]);
+      state.sum[r] = state.sum[r] * memory.decay[r] + sum;
+    }
+  }
+
+  const int64_t block_size = block_elements<T>(kBlockKeys);
+  pack_values(memory.values, block_size, value_rows, count, head_size);
+  for (int64_t c = 0; c < value_cols; c += kBlockCols) {
+    float* acc = state.acc + c;
+    const float* decay = memory.decay;
+    multiply_block(
+        memory.weights, kBlockKeys, rows, memory.values + c / kBlockCols * block_size, count,
+        static_cast<const T*>(nullptr),
+        [=](int64_t r, int v) {
+          return mul(load(acc + r * value_cols + v * kLanes), set1(decay[r]));
+        },
+        [=](int64_t r, int v, Vec x) { store(acc + r * value_cols + v * kLanes, x); });
+  }
+}
+
+VLLM_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t value_cols) {
+  std::memset(state.acc, 0, static_cast<size_t>(rows * value_cols) * 4);
+  std::memset(state.sum, 0, static_cast<size_t>(rows) * 4);
+  for (int64_t r = 0; r < rows; ++r) state.top[r] = kNothingSeen;
+}
+
+VLLM_INLINE float exp_of(float x) {
+  float lanes[kLanes];
+  store(lanes, exp(set1(x)));
+  return lanes[0];
+}
+
+// total := total followed by part.
+VLLM_INLINE void fold_state(const SoftmaxState& total, const SoftmaxState& part, int64_t rows,
+                            int64_t value_cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const float top = part.top[r] > total.top[r] ? part.top[r] : total.top[r];
+    const float a = exp_of(total.top[r] - top), b = exp_of(part.top[r] - top);
+    total.top[r] = top;
+    total.sum[r] = total.sum[r] * a + part.sum[r] * b;
+    for (int64_t c = 0; c < value_cols; c += kLanes) {
+      float* acc = total.acc + r * value_cols + c;
+      const Vec x = mul(load(acc), set1(a));
+      store(acc, fma(load(part.acc + r * value_cols + c), set1(b), x));
+    }
+  }
+}
+
+// All blocks of one part, into memory.part; returns whether the tile sees any of its keys.
+template <typename T>
+VLLM_INLINE bool attend_part(const AttentionArgs& args, const TileTask& task,
+                             const TileMemory<T>& memory, int64_t part) {
+  const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
+  bool seen = false;
+  const int64_t begin = part * kPartKeys;
+  for (int64_t base = begin; base < begin + kPartKeys && base <= task.last; base += kBlockKeys) {
+    const uint64_t live = visible_keys(args.visibility, task.first, task.last, base);
+    if (live == 0) continue;
+    if (!seen) clear_state(memory.part, task.tokens * task.group, value_cols);
+    seen = true;
+    attend_block(args, task, memory, base, live);
+  }
+  return seen;
+}
+
+template <typename T>
+VLLM_INLINE void load_query(const AttentionArgs& args, const TileTask& task, T* query) {
+  const int64_t token0 = args.batch.cu_query_lens[task.row] + task.first_token;
+  for (int64_t token = 0; token < task.tokens; ++token) {
+    for (int64_t g = 0; g < task.group; ++g, query += args.head_size) {
+      const char* source = args.query + (token0 + token) * args.query_token_stride +
+                           (task.kv_head * task.group + g) * args.query_head_stride;
+      std::memcpy(query, source, static_cast<size_t>(args.head_size) * sizeof(T));
+    }
+  }
+}
+
+template <typename T>
+VLLM_INLINE void store_tile(const AttentionArgs& args, const TileTask& task,
+                            const SoftmaxState& state) {
+  const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
+  const int64_t token0 = args.batch.cu_query_lens[task.row] + task.first_token;
+  for (int64_t token = 0, r = 0; token < task.tokens; ++token) {
+    for (int64_t g = 0; g < task.group; ++g, ++r) {
+      const int64_t head = task.kv_head * task.group + g;
+      float factor = 1.0f, sum = state.sum[r];
+      if (args.sinks != nullptr) {
+        const float top = args.sinks[head] > state.top[r] ? args.sinks[head] : state.top[r];
+        factor = exp_of(state.top[r] - top);
+        sum = sum * factor + exp_of(args.sinks[head] - top);
+      }
+      const Vec scale = set1(sum > 0.0f ? factor / sum : 0.0f);
+      T* out = reinterpret_cast<T*>(args.out + (token0 + token) * args.out_token_stride +
+                                    head * args.out_head_stride);
+      for (int64_t c = 0; c < args.head_size; c += kLanes) {
+        const Vec x = mul(load(state.acc + r * value_cols + c), scale);
+        const int64_t rest = args.head_size - c;
+        rest >= kLanes ? store(out + c, x) : store_n(out + c, x, rest);
+      }
+    }
+  }
+}
+
+}  // namespace VLLM_KERNEL_NAMESPACE

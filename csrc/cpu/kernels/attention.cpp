@@ -1,0 +1,22 @@
+// Paged attention, one kernel for prefill and decode.
+#include "cpu/kernels/attention.h"
+
+#include "cpu/attention_units.h"
+#include "cpu/parallel.h"
+
+namespace VLLM_KERNEL_NAMESPACE {
+
+void attention(const AttentionArgs& args, const AttentionPlan& plan) {
+  const int64_t threads =
+      plan.num_units < omp_get_max_threads() ? plan.num_units : omp_get_max_threads();
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  {
+    if (args.element == Element::kFloat) {
+      run_units<float>(args, plan);
+    } else {
+      run_units<bf16>(args, plan);
+    }
+  }
+}
+
+}  // namespace VLLM_KERNEL_NAMESPACE
