@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def load_extension() -> None:
     """Load the CPU ops once.
 
     Raises:
-        KernelError: the file is missing, cannot be loaded, or uses another OpenMP runtime than torch.
+        KernelError: the file is missing or truncated, cannot be loaded, or uses another OpenMP
+            runtime than torch.
     """
     if not _CPU_LIBRARY.is_file():
         raise KernelError(f"the compiled ops {_CPU_LIBRARY} are missing; {_HOW_TO_BUILD}")
@@ -73,18 +75,37 @@ def load_extension() -> None:
             f"{'.'.join(map(str, _OLDEST_TORCH))}"
         )
     try:
+        _check_complete()
         torch.ops.load_library(str(_CPU_LIBRARY))
         ours, theirs = torch.ops._C.openmp_runtimes()
     except (OSError, RuntimeError, AttributeError) as error:
         raise KernelError(
-            f"the compiled ops {_CPU_LIBRARY} cannot be loaded: {error}. They were built with torch "
-            f"{_built_for_torch()}, this process has torch {found}; {_HOW_TO_BUILD}"
+            f"the compiled ops {_CPU_LIBRARY} cannot be loaded: {error}. They were built with "
+            f"torch {_built_for_torch()}, this process has torch {found}; {_HOW_TO_BUILD}"
         ) from error
     if ours != theirs:
         raise KernelError(
-            f"two OpenMP runtimes in one process: the compiled ops use {ours}, torch uses {theirs}. "
-            "Import torch before libraries that bring their own OpenMP, and preload at most one"
+            f"two OpenMP runtimes in one process: the compiled ops use {ours}, torch uses "
+            f"{theirs}. Import torch before libraries that bring their own OpenMP, and preload at "
+            "most one"
         )
+
+
+def _check_complete() -> None:
+    """Raise OSError if the end of the file is cut off; the system's loader would die of SIGBUS.
+
+    An ELF file ends with its section table, whose place and size stand in the header.
+    """
+    size = _CPU_LIBRARY.stat().st_size
+    with _CPU_LIBRARY.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        raise OSError(f"it is no shared library; the file has {size} bytes")
+    table_offset = struct.unpack_from("<Q", header, 0x28)[0]
+    entry_size, num_entries = struct.unpack_from("<HH", header, 0x3A)
+    expected = table_offset + entry_size * num_entries
+    if size < expected:
+        raise OSError(f"it is truncated: {size} bytes of at least {expected}")
 
 
 def _built_for_torch() -> str:
