@@ -55,7 +55,9 @@ def make_problem(seed: int, dtype: DType) -> Problem:
     arena = torch.full(((num_blocks + 2) * units * 256,), 0xFF, dtype=torch.uint8)
     cache = LayerCache(
         group=0,
-        tensors=tuple(view_cache_field(arena, place, i * field_bytes, tokens) for i in range(2)),
+        tensors=tuple(
+            view_cache_field(arena, place, i * field_bytes, units * 256, tokens) for i in range(2)
+        ),
     )
     order = torch.randperm(num_blocks, generator=generator)
     offsets = (order * units).to(torch.int32).view(num_rows, width)

@@ -71,7 +71,7 @@ def make_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **given: objec
         ),
         parallel_config=ParallelConfig(),
         scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=given.get("budget", 512), max_num_seqs=8, max_model_len=400
+            max_num_batched_tokens=given.get("budget", 512), max_num_seqs=16, max_model_len=400
         ),
         load_config=LoadConfig(use_tqdm=False),
     )
@@ -129,11 +129,11 @@ def test_block_sizes(checkpoint, block_size: int, monkeypatch: pytest.MonkeyPatc
 
 def test_preemption_changes_nothing(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, prompts, _ = checkpoint
+    crowd = [prompts[4][i : i + 60 + i] for i in range(7)]
     runs = []
-    for num_blocks in (None, 27):
-        engine = make_engine(directory, monkeypatch, num_blocks=num_blocks, prefix=False, budget=64)
-        sampling = RowSampling(temperature=1.0)
-        runs.append(generate(engine, [*prompts[1:4], *prompts[1:4], prompts[0]], sampling, n=2))
+    for num_blocks in (None, 101):
+        engine = make_engine(directory, monkeypatch, block_size=4, num_blocks=num_blocks)
+        runs.append(generate(engine, crowd, RowSampling(temperature=1.0), n=2))
         preemptions = engine.stats().num_preemptions
         engine.shutdown()
     assert preemptions > 0

@@ -94,7 +94,7 @@ def _make_batch(
     cache = LayerCache(
         group=0,
         tensors=tuple(
-            view_cache_field(arena, place.field, place.offset_bytes, tokens)
+            view_cache_field(arena, place.field, place.offset_bytes, group.block_bytes, tokens)
             for place in group.places
         ),
     )

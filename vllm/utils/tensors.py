@@ -30,21 +30,23 @@ def from_torch_dtype(dtype: torch.dtype) -> DType:
 
 
 def view_cache_field(
-    arena: Tensor, field: CacheField, offset_bytes: int, block_tokens: int
+    arena: Tensor, field: CacheField, offset_bytes: int, block_bytes: int, block_tokens: int
 ) -> Tensor:
     """Return a field's strided view of a uint8 arena (shape and stride as in `LayerCache`).
+
+    All fields of a block have views of one length: as many units as whole blocks can start at.
 
     Args:
         arena: uint8 [bytes], contiguous.
         field: what is stored.
         offset_bytes: byte offset of the field inside a block.
+        block_bytes: bytes of a block.
         block_tokens: tokens of a block; unread for a field kept per sequence.
     """
     dtype = to_torch_dtype(field.dtype)
     itemsize = field.dtype.itemsize
     shape = (block_tokens, *field.shape) if field.per == "token" else field.shape
-    unit_bytes = field.unit_bytes * (block_tokens if field.per == "token" else 1)
-    num_units = max(0, (arena.numel() - offset_bytes - unit_bytes) // BLOCK_ALIGNMENT_BYTES + 1)
+    num_units = max(0, (arena.numel() - block_bytes) // BLOCK_ALIGNMENT_BYTES + 1)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)

@@ -174,7 +174,9 @@ def _bind_layers(
     for index, group in enumerate(groups):
         views: dict[int, list[Tensor]] = {}
         for place in group.places:
-            view = view_cache_field(arena, place.field, place.offset_bytes, group.block_tokens)
+            view = view_cache_field(
+                arena, place.field, place.offset_bytes, group.block_bytes, group.block_tokens
+            )
             views.setdefault(place.layer, []).append(view)
         for layer, tensors in views.items():
             caches[layer] = LayerCache(group=index, tensors=tuple(tensors))

@@ -96,6 +96,6 @@ class CpuBackend(AttentionBackend):
             sinks=params.sinks,
             sink_tokens=params.sink_tokens,
             chunk_tokens=params.chunk_tokens,
-            fresh_key=key_THD,
-            fresh_value=value_THD,
+            fresh_key_THD=key_THD,
+            fresh_value_THD=value_THD,
         )
