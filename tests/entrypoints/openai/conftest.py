@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tests.utils.fixtures_models import build_chain_tokenizer
 from tests.utils.http_server import serve_engine
 from tests.utils.scripted_engine import ScriptedEngine
+from tests.utils.server_process import read_events, read_json
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -40,37 +40,19 @@ class Client:
 
     def complete(self, **body: Any) -> dict[str, Any]:
         """Return the body of a text completion that must succeed."""
-        return self._must_succeed(self.post("/v1/completions", **body))
+        return read_json(self.post("/v1/completions", **body))
 
     def chat(self, content: str = "hi", **body: Any) -> dict[str, Any]:
         """Return the body of a chat completion that must succeed."""
         messages = [{"role": "user", "content": content}]
-        return self._must_succeed(
-            self.post("/v1/chat/completions", **{"messages": messages, **body})
-        )
+        return read_json(self.post("/v1/chat/completions", **{"messages": messages, **body}))
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """Return the events of a stream that must end with [DONE]."""
         reply = self.post(path, stream=True, **body)
         assert reply.status_code == 200, reply.text
         assert reply.headers["content-type"].startswith("text/event-stream")
-        return parse_events(reply.text)
-
-    @staticmethod
-    def _must_succeed(reply: httpx.Response) -> dict[str, Any]:
-        assert reply.status_code == 200, reply.text
-        return json.loads(reply.text, parse_constant=_refuse)
-
-
-def _refuse(text: str) -> None:
-    raise AssertionError(f"{text} is not JSON")
-
-
-def parse_events(text: str) -> list[dict[str, Any]]:
-    """Return the events of a whole stream, without the final [DONE]."""
-    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert events[-1] == "[DONE]", events[-3:]
-    return [json.loads(event, parse_constant=_refuse) for event in events[:-1]]
+        return read_events(reply.text)
 
 
 @pytest.fixture(scope="session")

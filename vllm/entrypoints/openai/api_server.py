@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -85,6 +86,13 @@ async def show_version() -> dict[str, str]:
 async def show_stats(request: Request) -> Response:
     """One snapshot of requests, blocks and kernels, describing now."""
     return await _respond(request, _state(request).engine.stats())
+
+
+@router.get("/metrics", response_class=Response)
+@router.get("/metrics/{rest:path}", include_in_schema=False)
+async def show_metrics() -> Response:
+    """Prometheus metrics, as text."""
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
