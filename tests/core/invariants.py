@@ -64,7 +64,7 @@ def check_references(cache: CacheManager, sequences: list[Sequence]) -> None:
 
 
 def check_index(cache: CacheManager) -> None:
-    """Evictable means held by nobody; children go before parents; nothing evictable is out of reach."""
+    """Evictable means held by nobody; children go first; nothing evictable is out of reach."""
     index = cache._index
     if index is None:
         return
@@ -91,7 +91,7 @@ def check_index(cache: CacheManager) -> None:
 
 
 def check_scheduler(harness: Harness, ended: list[Sequence]) -> None:
-    """Seats, ranks and blocks of the scheduler; `ended` are over-runs whose blocks are still out."""
+    """Seats, ranks and blocks; `ended` are over-runs whose blocks are still out."""
     roster = harness.scheduler._roster
     sequences = [s for state in roster.requests.values() for s in state.sequences]
     ranks = [s.rank for s in roster.running]

@@ -78,7 +78,7 @@ def draw_request(rng: random.Random, number: int, max_len: int) -> SequenceReque
 
 
 def check_outputs(harness: Harness, request: SequenceRequest, *, proven: bool) -> None:
-    """Every branch that ended has the right tokens; without the start-up proof it may be cut short."""
+    """Every branch has the right tokens; without the start-up proof it may be cut short."""
     for branch in range(request.n):
         key = (request.request_id, branch)
         if request.max_tokens == 0 and branch:
@@ -120,7 +120,9 @@ def test_random_schedule(seed: int) -> None:
 
     def check() -> None:
         watched.update((s.seq_id, s) for s in scheduler._roster.running)
-        ended = [s for s in watched.values() if s.status is SequenceStatus.FINISHED and s.num_in_flight]
+        ended = [
+            s for s in watched.values() if s.status is SequenceStatus.FINISHED and s.num_in_flight
+        ]
         check_scheduler(harness, ended)
 
     for _ in range(rng.randint(20, 60)):
@@ -130,8 +132,10 @@ def test_random_schedule(seed: int) -> None:
             try:
                 scheduler.add(request)
             except RequestError:
-                assert request.n > harness.config.max_num_seqs or not proven or (
-                    len(request.prompt_token_ids) > harness.config.max_num_batched_tokens
+                assert (
+                    request.n > harness.config.max_num_seqs
+                    or not proven
+                    or (len(request.prompt_token_ids) > harness.config.max_num_batched_tokens)
                 )
                 continue
             alive[request.request_id] = request

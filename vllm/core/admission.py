@@ -18,8 +18,7 @@ from vllm.core.roster import Roster
 from vllm.errors import RequestError
 from vllm.sequence import Sequence, SequenceRequest, SequenceStatus
 
-_LOOKAHEAD_STEPS = 4
-_MAX_LOOKAHEAD_DOUBLINGS = 5
+_MAX_LOOKAHEAD_DOUBLINGS = 7
 
 
 def check_servable(request: SequenceRequest, config: SchedulerConfig, cache: CacheManager) -> None:
@@ -163,15 +162,15 @@ class Doorkeeper:
     def _plan_admission(self, sequence: Sequence, hit: PrefixHit, num_new: int) -> Admission | None:
         """Return blocks for a waiting sequence, or None.
 
-        It enters only if all its tokens find room beside what unfinished prompts still need and a
-        few steps of everybody who runs. Each preemption it has suffered doubles those steps.
+        It enters only if all its tokens find room beside what unfinished prompts still need and the
+        next step of everybody who runs. Each preemption it has suffered doubles that one step.
         """
         roster, cache = self._roster, self._cache
         goal = len(sequence.token_ids)
         reserve = cache.growth_blocks(0)
         if roster.running:
             goal += 1
-            steps = _LOOKAHEAD_STEPS << min(sequence.num_preemptions, _MAX_LOOKAHEAD_DOUBLINGS)
+            steps = 1 << min(sequence.num_preemptions, _MAX_LOOKAHEAD_DOUBLINGS)
             num_rows = len(roster.running) + sequence.state.num_seats
             reserve = cache.growth_blocks(steps * num_rows)
             for prefilling in roster.prefilling.values():

@@ -1,4 +1,4 @@
-"""Superblock geometry: the smallest size within the limits, and the least loss where there is none."""
+"""Superblock geometry: the smallest size within the limits, else the least loss."""
 
 from __future__ import annotations
 
