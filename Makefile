@@ -84,7 +84,7 @@ format: $(VENV)/.installed
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_SOURCES)
 
-bench-cpu: $(VENV)/.built
+bench-cpu: $(VENV)/.built $(VENV)/.smollm2
 	$(PY) benchmarks/engine/compare_cpu.py $(BENCH_ARGS)
 
 wheel: $(VENV)/.installed

