@@ -11,7 +11,7 @@ from tests.models.families import FAMILIES, load_ours
 from tests.utils.paged_driver import PagedDriver
 from vllm.model_executor.models.table import ARCHITECTURES
 
-KERNEL = "torch"
+KERNEL = "cpu"
 NUM_TOKENS = 64
 
 

@@ -19,7 +19,7 @@ from tests.models.tp_rank import NUM_TOKENS, PROMPT_LENGTHS
 from tests.utils.paged_driver import Generated, PagedDriver
 from vllm.errors import ConfigError
 
-KERNEL = "torch"
+KERNEL = "cpu"
 SIZE = 2
 
 RankResult = dict[tuple[str, torch.dtype], list[tuple[list[int], Tensor]]]

@@ -14,7 +14,7 @@ from tests.utils.fixtures_models import build_reach, change_token, make_reach_pr
 from tests.utils.paged_driver import PagedDriver
 from vllm.model_executor.models.causal_lm import CausalLM
 
-KERNEL = "torch"
+KERNEL = "cpu"
 SEEN = 1e-5
 
 
