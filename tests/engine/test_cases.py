@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.utils.fixtures_models import build_reach, make_reach_prompt
+from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError, RequestError

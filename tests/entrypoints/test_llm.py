@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError, RequestError
