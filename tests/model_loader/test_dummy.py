@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model_loader.fake_rank import FakeRank
 from tests.models.families import FAMILIES, make_reference, read_config
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import WeightPlace
@@ -17,13 +18,6 @@ from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.weight_map import expand_rows
 
 _SPLIT = ("llama", "qwen2", "gemma3", "mixtral", "qwen2_moe")
-
-
-class _FakeRank(TensorParallel):
-    """A rank that never talks: enough for building and loading."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self._group = rank, size, None
 
 
 def build(name: str, tp: TensorParallel, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -58,7 +52,7 @@ def test_every_run_gives_the_same() -> None:
 def test_every_split_gives_the_same(name: str) -> None:
     whole = make(name)
     for rank in range(2):
-        part = make(name, _FakeRank(rank, 2))
+        part = make(name, FakeRank(rank, 2))
         assert set(part) == set(whole)
         assert all(torch.equal(part[key], whole[key]) for key in whole)
 

@@ -91,10 +91,14 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         checkpoint_dtype({}, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["float64", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "wide"])
 def test_types_that_cannot_be_served(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*bfloat16"):
         checkpoint_dtype({"dtype": name}, tmp_path)
+
+
+def test_float64_is_served_as_float32(tmp_path: Path) -> None:
+    assert checkpoint_dtype({"dtype": "float64"}, tmp_path) is F32
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,12 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         get_config(str(path))
 
 
+def test_head_size_of_files_that_do_not_state_it(tmp_path: Path) -> None:
+    path = write_fx_gguf(tmp_path / "fx.gguf", head_dim=32)
+    path.write_bytes(path.read_bytes().replace(b"attention.key_length", b"attention.key_lxngth"))
+    assert get_config(str(path))["head_dim"] == 32
+
+
 def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
     metadata = {"llama.attention.head_count_kv": [1, 2]}
     with pytest.raises(ConfigError, match=r"head_count_kv.*\[1, 2\]"):

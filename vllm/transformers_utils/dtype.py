@@ -72,7 +72,8 @@ def checkpoint_dtype(config: Mapping[str, Any], path: Path) -> DType | None:
         WeightError: a weight file is broken.
     """
     if config.get("dtype"):
-        return parse_dtype(config["dtype"])
+        # Nobody trains in float64; such files are served in the next type there is.
+        return DType.FLOAT32 if config["dtype"] == "float64" else parse_dtype(config["dtype"])
     if path.is_file():
         return _gguf_dtype(read_gguf(path))
     if not path.is_dir():

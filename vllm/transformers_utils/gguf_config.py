@@ -74,6 +74,13 @@ def _uniform(file: GGUFFile, key: str, value: Any) -> int:
     return int(value)
 
 
+def _head_dim(file: GGUFFile, hidden: int, heads: int) -> int:
+    """Return the size of a head: as stated, else by the query matrix (older files)."""
+    query = file.tensors.get("blk.0.attn_q.weight")
+    rows = query.shape[0] if query else hidden
+    return int(file.get("attention.key_length") or rows // heads)
+
+
 def _common(file: GGUFFile) -> dict[str, Any]:
     """Read the keys that every decoder has, under their names in config.json."""
     heads = _uniform(file, "attention.head_count", _need(file, "attention.head_count"))
@@ -98,7 +105,7 @@ def _common(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": int(_need(file, "block_count")),
         "num_attention_heads": heads,
         "num_key_value_heads": _uniform(file, "attention.head_count_kv", kv_heads),
-        "head_dim": int(file.get("attention.key_length") or hidden // heads),
+        "head_dim": _head_dim(file, hidden, heads),
         "rms_norm_eps": float(_need(file, "attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": int(_need(file, "context_length")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
