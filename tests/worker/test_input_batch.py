@@ -199,6 +199,16 @@ def test_an_error_token_is_not_appended() -> None:
     assert (row.num_tokens, row.state.num_outputs) == before
 
 
+def test_a_table_widens_with_its_longest_row() -> None:
+    table = BlockTable(GEOMETRIES[0], 2, 8000)
+    table.set_row(0, [3])
+    table.set_row(1, list(range(700)))
+    table.append(1, [7, 8, 9])
+    expected = [offset_of(b, GEOMETRIES[0]) for b in [*range(700), 7, 8, 9]]
+    found = table.gather(np.array([1, 0]), 703 * 4).tolist()
+    assert found == [expected, [expected[3]] + [4000] * 702]
+
+
 def test_a_reused_row_does_not_show_the_old_table() -> None:
     table = BlockTable(GEOMETRIES[0], 2, MAX_LEN)
     table.set_row(1, list(range(10)))

@@ -18,6 +18,7 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 MAX_ARENA_UNITS = 2**31  # offsets are int32
+_FIRST_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +63,13 @@ class BlockTable:
     def __init__(self, geometry: GroupGeometry, num_rows: int, max_tokens: int) -> None:
         self.geometry = geometry
         self._max_blocks = -(-max_tokens // geometry.block_tokens) + 1
-        self._offsets = np.full((num_rows, self._max_blocks), geometry.pad_offset, dtype=np.int32)
         self._num_blocks = [0] * num_rows
+        self._offsets = self._make_pad(num_rows, min(_FIRST_WIDTH, self._max_blocks))
 
     def grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows; what is there stays."""
         added = num_rows - len(self._num_blocks)
-        pad = np.full((added, self._max_blocks), self.geometry.pad_offset, dtype=np.int32)
+        pad = self._make_pad(added, self._offsets.shape[1])
         self._offsets = np.concatenate((self._offsets, pad))
         self._num_blocks.extend([0] * added)
 
@@ -84,11 +85,19 @@ class BlockTable:
         start = self._num_blocks[row]
         stop = start + len(block_ids)
         assert stop <= self._max_blocks, f"{stop} blocks in a table of {self._max_blocks}"
+        width = self._offsets.shape[1]
+        if stop > width:  # tables are as wide as the longest sequence so far, not as max_model_len
+            added = min(max(stop, 2 * width), self._max_blocks) - width
+            pad = self._make_pad(len(self._num_blocks), added)
+            self._offsets = np.concatenate((self._offsets, pad), axis=1)
         if stop == start + 1:
             self._offsets[row, start] = self.geometry.get_offset(block_ids[0])
         else:
             self._offsets[row, start:stop] = self.geometry.get_offsets(block_ids)
         self._num_blocks[row] = stop
+
+    def _make_pad(self, num_rows: int, num_blocks: int) -> Int32Array:
+        return np.full((num_rows, num_blocks), self.geometry.pad_offset, dtype=np.int32)
 
     def gather(self, rows: Int64Array, max_tokens: int) -> Int32Array:
         """Return the tables of `rows`, wide enough for `max_tokens` tokens: int32 [B, blocks]."""
