@@ -144,28 +144,26 @@ VLLM_INLINE float shape_row(float* scores, uint64_t mask, int64_t count, float s
   return reduce_max(top);
 }
 
-// One block of keys: scores, running softmax, weighted values.
+// Query rows times the first `count` keys of a block.
 template <typename T>
-VLLM_INLINE void attend_block(const AttentionArgs& args, const TileTask& task,
-                              const TileMemory<T>& memory, int64_t base, uint64_t live) {
-  const int64_t rows = task.tokens * task.group;
+VLLM_INLINE void score_block(const AttentionArgs& args, const TileMemory<T>& memory, int64_t rows,
+                             const char* const* key_rows, int64_t count) {
   const int64_t head_size = args.head_size;
-  const int64_t value_cols = num_blocks(head_size) * kBlockCols;
-  const int64_t count = (64 - __builtin_clzll(live) + 15) / 16 * 16;
-  const char* key_rows[kBlockKeys];
-  const char* value_rows[kBlockKeys];
-  find_rows(args, task, base, count, live, key_rows, value_rows);
-
   pack_keys(memory.keys, key_rows, count, head_size);
   for (int64_t key = 0; key < count; key += kBlockCols) {
+    const T* keys = memory.keys + key / kBlockCols * block_elements<T>(head_size);
     float* scores = memory.scores + key;
-    multiply_block(memory.query, head_size, rows,
-                   memory.keys + key / kBlockCols * block_elements<T>(head_size), head_size,
-                   static_cast<const T*>(nullptr), FromZero{}, [=](int64_t r, int v, Vec x) {
-                     store(scores + r * kBlockKeys + v * kLanes, x);
-                   });
+    multiply_block(
+        memory.query, head_size, rows, keys, head_size, Ahead{}, FromZero{},
+        [=](int64_t r, int v, Vec x) { store(scores + r * kBlockKeys + v * kLanes, x); });
   }
+}
 
+// Scores to weights, and the step of the running softmax: new maxima, decay of what was, sums.
+template <typename T>
+VLLM_INLINE void weigh_block(const AttentionArgs& args, const TileTask& task,
+                             const TileMemory<T>& memory, int64_t base, int64_t count) {
+  const int64_t rows = task.tokens * task.group;
   const SoftmaxState& state = memory.part;
   for (int64_t token = 0, r = 0; token < task.tokens; ++token) {
     const int64_t position = task.first + token;
@@ -189,20 +187,40 @@ VLLM_INLINE void attend_block(const AttentionArgs& args, const TileTask& task,
       state.sum[r] = state.sum[r] * memory.decay[r] + sum;
     }
   }
+}
 
+// acc := acc * decay + weights times the values of the first `count` keys.
+template <typename T>
+VLLM_INLINE void add_values(const AttentionArgs& args, const TileMemory<T>& memory, int64_t rows,
+                            const char* const* value_rows, int64_t count) {
+  const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
   const int64_t block_size = block_elements<T>(kBlockKeys);
-  pack_values(memory.values, block_size, value_rows, count, head_size);
+  pack_values(memory.values, block_size, value_rows, count, args.head_size);
   for (int64_t c = 0; c < value_cols; c += kBlockCols) {
-    float* acc = state.acc + c;
+    float* acc = memory.part.acc + c;
     const float* decay = memory.decay;
     multiply_block(
         memory.weights, kBlockKeys, rows, memory.values + c / kBlockCols * block_size, count,
-        static_cast<const T*>(nullptr),
+        Ahead{},
         [=](int64_t r, int v) {
           return mul(load(acc + r * value_cols + v * kLanes), set1(decay[r]));
         },
         [=](int64_t r, int v, Vec x) { store(acc + r * value_cols + v * kLanes, x); });
   }
+}
+
+// One block of keys, those in `live` (never none), for all rows of a tile.
+template <typename T>
+VLLM_INLINE void attend_block(const AttentionArgs& args, const TileTask& task,
+                              const TileMemory<T>& memory, int64_t base, uint64_t live) {
+  const int64_t rows = task.tokens * task.group;
+  const int64_t count = (64 - __builtin_clzll(live) + 15) / 16 * 16;
+  const char* key_rows[kBlockKeys];
+  const char* value_rows[kBlockKeys];
+  find_rows(args, task, base, count, live, key_rows, value_rows);
+  score_block(args, memory, rows, key_rows, count);
+  weigh_block(args, task, memory, base, count);
+  add_values(args, memory, rows, value_rows, count);
 }
 
 VLLM_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t value_cols) {

@@ -164,8 +164,8 @@ struct FromZero {
   VLLM_INLINE Vec operator()(int64_t, int) const { return zero(); }
 };
 
-// Rows of x times one block. `start(row, v)` gives the first value of the sum of column vector v of a
-// row, `finish(row, v, value)` takes the last.
+// Rows of x times one block. `start(row, v)` gives the first value of the sum of column vector v of
+// a row, `finish(row, v, value)` takes the last.
 template <int R, typename T, typename Start, typename Finish>
 VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Prefetcher& prefetch,
                           int64_t row, const Start& start, const Finish& finish) {
@@ -183,52 +183,66 @@ VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Pre
   }
 }
 
-// run_tile with R = rows, for rows up to kTileRows.
+// Heights that tiles come in; others would only add code.
+template <typename T>
+VLLM_INLINE int tile_height(int64_t rows) {
+  constexpr int kHeights[] = {12, 8, 6, 5, 4, 3, 2};
+  for (const int height : kHeights) {
+    // A rest of 1 or 2 rows would wait for its own sums instead of computing.
+    const bool is_good_rest = rows - height == 0 || rows - height > 2 || kTileRows<T> < 4;
+    if (height <= kTileRows<T> && height <= rows && is_good_rest) return height;
+  }
+  return 1;
+}
+
+// Memory to bring closer while a block is multiplied, as a rule the next block.
+struct Ahead {
+  const void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// Rows [0, rows) of x times one block.
 template <typename T, typename Start, typename Finish>
-VLLM_INLINE void run_rows(int rows, const T* x, int64_t stride, const T* w, int64_t k,
-                          Prefetcher& prefetch, int64_t row, const Start& start,
-                          const Finish& finish) {
-#define VLLM_TILE(R)                                                       \
-  case R:                                                                  \
-    if constexpr (R <= kTileRows<T>) {                                     \
-      run_tile<R>(x, stride, w, k, prefetch, row, start, finish);          \
-    }                                                                      \
+VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const T* w, int64_t k,
+                                Ahead ahead, const Start& start, const Finish& finish) {
+  constexpr int64_t kStepBytes = 16;  // of a row of x
+  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
+  const int64_t steps = tiles * k * static_cast<int64_t>(sizeof(T)) / kStepBytes;
+  const int64_t lines = steps > 0 ? (ahead.bytes / 64 + steps - 1) / steps : 0;
+  const char* first = static_cast<const char*>(ahead.data);
+  Prefetcher prefetch{first, first + ahead.bytes, static_cast<int>(lines)};
+#define VLLM_TILE(R)                                              \
+  case R:                                                         \
+    if constexpr (R <= kTileRows<T>) {                            \
+      run_tile<R>(x, stride, w, k, prefetch, row, start, finish); \
+    }                                                             \
     break
-  switch (rows) {
-    VLLM_TILE(1);
-    VLLM_TILE(2);
-    VLLM_TILE(3);
-    VLLM_TILE(4);
-    VLLM_TILE(5);
-    VLLM_TILE(6);
-    VLLM_TILE(7);
-    VLLM_TILE(8);
-    VLLM_TILE(9);
-    VLLM_TILE(10);
-    VLLM_TILE(11);
-    VLLM_TILE(12);
-    default:
-      break;
+  for (int64_t row = 0; row < rows;) {
+    const int height = tile_height<T>(rows - row);
+    switch (height) {
+      VLLM_TILE(1);
+      VLLM_TILE(2);
+      VLLM_TILE(3);
+      VLLM_TILE(4);
+      VLLM_TILE(5);
+      VLLM_TILE(6);
+      VLLM_TILE(8);
+      VLLM_TILE(12);
+      default:
+        break;
+    }
+    row += height;
   }
 #undef VLLM_TILE
 }
 
-// Rows [0, rows) of x times one block, in tiles of nearly equal height. `next` (or null) is memory to
-// bring closer meanwhile, as a rule the next block.
-template <typename T, typename Start, typename Finish>
+// The same, from zero; `next` is the next block or null.
+template <typename T, typename Finish>
 VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const T* w, int64_t k,
-                                const T* next, const Start& start, const Finish& finish) {
-  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
-  const int64_t bytes = next == nullptr ? 0 : block_elements<T>(k) * static_cast<int64_t>(sizeof(T));
-  const char* first = reinterpret_cast<const char*>(next);
-  Prefetcher prefetch{first, first + bytes, static_cast<int>((8 + tiles - 1) / tiles)};
-  const int64_t height = rows / tiles, taller = rows % tiles;
-  int64_t row = 0;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int h = static_cast<int>(height + (tile < taller));
-    run_rows(h, x, stride, w, k, prefetch, row, start, finish);
-    row += h;
-  }
+                                const T* next, const Finish& finish) {
+  const int64_t bytes = block_elements<T>(k) * static_cast<int64_t>(sizeof(T));
+  const Ahead ahead{next, next == nullptr ? 0 : bytes};
+  multiply_block(x, stride, rows, w, k, ahead, FromZero{}, finish);
 }
 
 // How `threads` threads share rows x blocks: a grid of row_parts * block_parts = threads.

@@ -62,7 +62,7 @@ void linear_share(const LinearArgs& args, int64_t row_begin, int64_t row_end, in
       const T* next = block + 1 < block_end ? w + block_size : nullptr;
       const LinearStore<T, Out> finish{out, args.out_stride, args.n,
                                        static_cast<const T*>(args.bias), block * kBlockCols};
-      multiply_block(x, x_stride, rows, w, args.k, next, FromZero{}, finish);
+      multiply_block(x, x_stride, rows, w, args.k, next, finish);
     }
   }
 }
