@@ -65,12 +65,7 @@ class Attention(nn.Module):
         kv_dtype = cache_dtype or dtype
         self.spec = LayerCacheSpec(
             layer=layer,
-            fields=()
-            if reads_from is not None
-            else tuple(
-                CacheField(name=name, shape=(num_kv_heads, head_size), dtype=kv_dtype)
-                for name in ("k", "v")
-            ),
+            fields=_make_fields(num_kv_heads, head_size, kv_dtype) if reads_from is None else (),
             lifetime=lifetime,
             kind=kind,
             reads_from=reads_from,
@@ -133,3 +128,9 @@ class Attention(nn.Module):
             self.params,
             layer_impl=self.kernel,
         )
+
+
+def _make_fields(num_kv_heads: int, head_size: int, dtype: DType) -> tuple[CacheField, ...]:
+    return tuple(
+        CacheField(name=name, shape=(num_kv_heads, head_size), dtype=dtype) for name in ("k", "v")
+    )
