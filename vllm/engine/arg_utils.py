@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from vllm.config import EngineConfig, LoadConfig, ModelConfig
 from vllm.config.resolve import resolve_engine_config
@@ -124,7 +124,7 @@ class EngineArgs:
         return parser
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Take the fields of this class out of parsed arguments."""
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
@@ -168,7 +168,9 @@ def _add_flag(target: Any, flag: Flag, owner: type[EngineArgs]) -> None:
     if flag.read is None:
         target.add_argument(*names, action=StoreBoolean, default=default, help=flag.help)
     elif flag.repeats:
-        target.add_argument(*names, action="append", default=default, type=flag.read, help=flag.help)
+        target.add_argument(
+            *names, action="append", default=default, type=flag.read, help=flag.help
+        )
     else:
         target.add_argument(
             *names,

@@ -76,14 +76,15 @@ def bind_socket(host: str | None, port: int) -> socket.socket:
         sock = socket.socket(family, kind)
     except OSError as cause:
         raise ConfigError(f"cannot listen on {shown}:{port}: {cause.strerror}") from cause
-    # Two sockets that both allow reuse could share a port until one listens. So reuse is allowed
-    # only where it is needed: when connections of an earlier server are still winding down.
+    # Two sockets that both allow reuse share a port until one listens. So this one allows it only
+    # where connections of an earlier server still wind down, and not after that until it listens.
     try:
         try:
             sock.bind(address)
         except OSError:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as cause:
         sock.close()
         raise ConfigError(f"cannot listen on {shown}:{port}: {cause.strerror}") from cause
@@ -137,9 +138,17 @@ class _Launch:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._receive_signal, number)
-        from vllm.entrypoints.openai import api_server, http_server, server_state  # noqa: PLC0415
+        from vllm.entrypoints.openai import (  # noqa: PLC0415  imported while the engine loads
+            api_server,
+            http_server,
+            middleware,
+            server_state,
+        )
 
         server_state.find_tool_parser(self._args)  # what is wrong is said before the model is there
+        http_server.check_tls(self._args)
+        for path in self._args.middleware:
+            middleware.find_user_middleware(path)
         engine = await self._wait_for_engine()
         if engine is None:
             logger.info("Told to stop before the model was loaded")

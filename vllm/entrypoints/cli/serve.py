@@ -52,7 +52,10 @@ def choose_model(args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str], prog: str = "vllm serve") -> int:
     """Run the command; returns the exit status."""
-    args = make_parser(prog).parse_args(argv)
+    try:
+        args = make_parser(prog).parse_args(argv)
+    except ValueError as cause:  # a file of flags that cannot be used
+        raise ConfigError(str(cause)) from cause
     args.model = choose_model(args)
     server_args = ServerArgs.from_namespace(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)

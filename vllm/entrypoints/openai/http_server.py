@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 from collections.abc import Iterator
-from socket import socket
+from socket import SO_REUSEADDR, SOL_SOCKET, socket
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,6 +29,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Begin to listen, then say so."""
+        for sock in sockets or ():  # connections inherit it: the next server can take the port
+            sock.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         await super().startup(sockets)
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
@@ -51,12 +53,22 @@ class HttpServer(uvicorn.Server):
         self.force_exit = True
 
 
-def make_http_server(app: ASGIApp, args: ServerArgs) -> HttpServer:
-    """Configure the server.
+def check_tls(args: ServerArgs) -> None:
+    """Raise ConfigError if the TLS files do not exist or do not fit together."""
+    if args.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as cause:
+        files = ", ".join(filter(None, (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)))
+        raise ConfigError(f"TLS cannot be set up from {files}: {cause}") from cause
 
-    Raises:
-        ConfigError: the TLS files do not exist or do not fit together.
-    """
+
+def make_http_server(app: ASGIApp, args: ServerArgs) -> HttpServer:
+    """Configure the server."""
     config = uvicorn.Config(
         app,
         loop="none",  # the launcher has made the event loop
@@ -70,11 +82,5 @@ def make_http_server(app: ASGIApp, args: ServerArgs) -> HttpServer:
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
-        root_path=args.root_path or "",
     )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as cause:
-        files = ", ".join(filter(None, (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)))
-        raise ConfigError(f"TLS cannot be set up from {files}: {cause}") from cause
     return HttpServer(config)

@@ -12,6 +12,7 @@ import inspect
 import re
 import uuid
 from http import HTTPStatus
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -81,10 +82,11 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = next((v for k, v in scope["headers"] if k == _REQUEST_ID_HEADER), b"")
-        text = given.decode("latin-1")
-        request_id = text if _REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
-        scope[_REQUEST_ID_KEY] = request_id
-        header = (_REQUEST_ID_HEADER, request_id.encode())
+        own, text = uuid.uuid4().hex, given.decode("latin-1")
+        is_valid = _REQUEST_ID.fullmatch(text) is not None
+        # Clients may send one id twice, at the same time even; inside, ids are unique.
+        scope[_REQUEST_ID_KEY] = f"{text}-{own[:8]}" if is_valid else own
+        header = (_REQUEST_ID_HEADER, given if is_valid else own.encode())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -95,13 +97,13 @@ class RequestIds:
 
 
 def get_request_id(scope: Scope) -> str:
-    """Return the id of the request that is being served."""
+    """Return the unique id of the request that is being served; it begins with the client's."""
     request_id: str = scope[_REQUEST_ID_KEY]
     return request_id
 
 
-def add_user_middleware(app: Starlette, path: str) -> None:
-    """Add what --middleware names: a class becomes an ASGI layer, a coroutine function wraps HTTP.
+def find_user_middleware(path: str) -> Any:
+    """Return the class or coroutine function that --middleware names.
 
     Raises:
         ConfigError: there is nothing of that name, or it is of another kind.
@@ -111,12 +113,18 @@ def add_user_middleware(app: Starlette, path: str) -> None:
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as cause:
         raise ConfigError(f"--middleware {path!r}: cannot be imported: {cause}") from cause
-    if inspect.isclass(found):
-        app.add_middleware(found)  # type: ignore[arg-type]
-    elif inspect.iscoroutinefunction(found):
-        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
-    else:
+    if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ConfigError(
             f"--middleware {path!r}: expected a class or a coroutine function, "
             f"got {type(found).__name__}"
         )
+    return found
+
+
+def add_user_middleware(app: Starlette, path: str) -> None:
+    """Add what --middleware names: a class is an ASGI layer, a coroutine function wraps HTTP."""
+    found = find_user_middleware(path)
+    if inspect.isclass(found):
+        app.add_middleware(found)  # type: ignore[arg-type]
+    else:
+        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
