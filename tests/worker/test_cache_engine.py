@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm.cache_spec import CacheField, CacheLayout, Full, GroupLayout, LayerCacheSpec, Window
+from vllm.cache_spec import (
+    CacheField,
+    CacheLayout,
+    Full,
+    GroupLayout,
+    LayerCacheSpec,
+    State,
+    Window,
+)
 from vllm.errors import ConfigError, OutOfMemoryError
 from vllm.step import BlockCopy, NewRow, PlanRow, RowSampling, StepPlan
 from vllm.types import DType
@@ -71,6 +79,16 @@ def test_views_share_one_arena_without_overlap() -> None:
 def test_a_layer_that_reads_another_shares_its_views() -> None:
     cache = CacheEngine(SPECS, make_layout(((0, 1, 3), 4, 3)), CPU)
     assert cache.caches[2] is cache.caches[0]
+
+
+def test_a_state_has_one_unit_for_each_sequence() -> None:
+    state = CacheField(name="state", shape=(3, 5), dtype=DType.FLOAT32, per="sequence")
+    spec = LayerCacheSpec(layer=0, fields=(state,), lifetime=State())
+    cache = CacheEngine([spec], make_layout(((0,), 16, 4)), CPU)
+    [view] = cache.caches[0].tensors
+    assert view.shape[1:] == (3, 5)
+    assert view.stride(0) * 4 == 256
+    assert cache.geometries[0].block_bytes == 256
 
 
 def test_all_views_reach_the_last_block_and_no_further() -> None:

@@ -130,7 +130,9 @@ def test_a_raising_processor_fails_its_row_only(driver: ToyDriver, model: ToyMod
     assert good.output_ids == model.reference_greedy(PROMPTS[2], 8)
 
 
-def test_logits_that_are_not_numbers_fail_their_row_only(driver: ToyDriver) -> None:
+def test_logits_that_are_not_numbers_fail_their_row_only(
+    driver: ToyDriver, model: ToyModel
+) -> None:
     def spoil(prompt_ids, output_ids, logits):
         return torch.full_like(logits, math.nan)
 
@@ -139,6 +141,10 @@ def test_logits_that_are_not_numbers_fail_their_row_only(driver: ToyDriver) -> N
     assert "no token can follow" in rows[0].error
     assert rows[1].error is None
     assert len(rows[1].token_ids) == 1
+    bad.tokens.append(0)  # a step that was planned before the error was known
+    driver.step([(bad, 1), (good, 1)])
+    driver.run([good], 6)
+    assert good.output_ids == model.reference_greedy(PROMPTS[2], 6)
 
 
 def test_poison_is_seen_by_a_kernel_that_reads_unwritten_rows(driver: ToyDriver) -> None:
