@@ -16,7 +16,8 @@ from tests.utils.fixtures_gguf import build_fx_model, write_fx_gguf, write_gguf
 from vllm.errors import WeightError
 from vllm.model_executor.model_loader.gguf import GGUFWeights, translate_name
 from vllm.transformers_utils.config import get_config
-from vllm.transformers_utils.gguf_file import GGUF_TYPES, read_gguf
+from vllm.transformers_utils.gguf_file import read_gguf
+from vllm.transformers_utils.gguf_tensor import GGUF_TYPES
 
 _QUANTIZED = [kind.name for kind in GGUF_TYPES.values() if kind.block_len > 1]
 _K_QUANTS = [name for name in _QUANTIZED if name.endswith("_K")]

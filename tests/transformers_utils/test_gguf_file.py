@@ -11,7 +11,8 @@ import pytest
 
 from tests.utils.fixtures_gguf import write_fx_gguf
 from vllm.errors import WeightError
-from vllm.transformers_utils.gguf_file import GGUF_TYPES, is_gguf_file, read_gguf
+from vllm.transformers_utils.gguf_file import is_gguf_file, read_gguf
+from vllm.transformers_utils.gguf_tensor import GGUF_TYPES
 
 
 def test_block_sizes_are_those_of_the_format() -> None:

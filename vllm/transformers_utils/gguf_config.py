@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.errors import ConfigError
-from vllm.transformers_utils.gguf_file import GGUFFile, GGUFTensor
+from vllm.transformers_utils.gguf_file import GGUFFile
+from vllm.transformers_utils.gguf_tensor import GGUFTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
 _F32 = 0

@@ -23,7 +23,8 @@ from torch import Tensor
 from vllm.model_executor.model_loader.mapped_file import MappedFiles, as_tensor
 from vllm.model_executor.model_loader.stored_tensor import StoredTensor
 from vllm.transformers_utils.gguf_config import ROPE_FACTORS
-from vllm.transformers_utils.gguf_file import GGUFFile, GGUFTensor
+from vllm.transformers_utils.gguf_file import GGUFFile
+from vllm.transformers_utils.gguf_tensor import GGUFTensor
 
 # Elements that one thread dequantises at a time: float32 values and temporaries stay in its cache.
 _SLICE_ELEMENTS = 1 << 17
