@@ -105,16 +105,17 @@ def test_help_is_grouped_and_names_every_core_flag(capsys: pytest.CaptureFixture
     for title in ("HTTP server:", "CORS:", "chat and tools:", "KV cache and memory:"):
         assert title in text
     core = """config host port uvicorn-log-level allow-credentials allowed-origins allowed-methods
-        allowed-headers api-key chat-template response-role ssl-keyfile ssl-certfile ssl-ca-certs
-        ssl-cert-reqs root-path middleware return-tokens-as-token-ids
-        disable-frontend-multiprocessing enable-auto-tool-choice tool-call-parser tool-parser-plugin
-        max-log-len disable-fastapi-docs disable-log-requests model served-model-name tokenizer
-        skip-tokenizer-init revision tokenizer-revision tokenizer-mode trust-remote-code
-        download-dir load-format config-format dtype kv-cache-dtype max-model-len rope-scaling
-        rope-theta ignore-patterns seed max-logprobs guided-decoding-backend device
-        tensor-parallel-size distributed-executor-backend disable-custom-all-reduce block-size
-        gpu-memory-utilization swap-space num-gpu-blocks-override enable-prefix-caching disable-sliding-window
-        max-num-seqs max-num-batched-tokens enable-chunked-prefill scheduling-policy preemption-mode
+        allowed-headers api-key chat-template response-role ssl-keyfile ssl-certfile
+        ssl-ca-certs ssl-cert-reqs root-path middleware return-tokens-as-token-ids
+        disable-frontend-multiprocessing enable-auto-tool-choice tool-call-parser
+        tool-parser-plugin max-log-len disable-fastapi-docs disable-log-requests model
+        served-model-name tokenizer skip-tokenizer-init revision tokenizer-revision
+        tokenizer-mode trust-remote-code download-dir load-format config-format dtype
+        kv-cache-dtype max-model-len rope-scaling rope-theta ignore-patterns seed max-logprobs
+        guided-decoding-backend device tensor-parallel-size distributed-executor-backend
+        disable-custom-all-reduce block-size gpu-memory-utilization swap-space
+        num-gpu-blocks-override enable-prefix-caching disable-sliding-window max-num-seqs
+        max-num-batched-tokens enable-chunked-prefill scheduling-policy preemption-mode
         enforce-eager max-seq-len-to-capture disable-log-stats"""
     for name in core.split():
         assert f"--{name}" in text, name
