@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.model_loader.fake_rank import FakeRank
 from tests.models.compare import make_prompts, reference_logits
 from tests.models.families import FAMILIES, make_reference
 from tests.utils.fixtures_gguf import build_fx_model, write_fx_gguf, write_gguf
@@ -228,6 +229,17 @@ def test_what_was_loaded_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
     load(write_fx_gguf(tmp_path / "fx.gguf"))
     (line,) = [r.message for r in caplog.records if r.message.startswith("Loaded")]
     assert "LlamaForCausalLM" in line and "20 tensors" in line and "GiB of float32" in line
+
+
+def test_one_rank_speaks_for_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {"strange": np.ones(4, np.float32)}
+    path = write_fx_gguf(tmp_path / "fx.gguf", extra=extra, num_key_value_heads=2)
+    config = ModelConfig(
+        model=str(path), tokenizer="", hf_config=get_config(str(path)), max_model_len=64
+    )
+    for rank in range(2):
+        load_model(config, LoadConfig(use_tqdm=False), CPU, FakeRank(rank, 2))
+    assert len([r for r in caplog.records if "strange" in r.message]) == 1
 
 
 def test_long_lists_of_unknown_tensors_are_cut(caplog: pytest.LogCaptureFixture) -> None:

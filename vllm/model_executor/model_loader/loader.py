@@ -88,7 +88,8 @@ def load_model(
     model = build(device)
     text_model = cast(TextModel, model)  # what the registry promises of its classes
     report = _fill(text_model, model_config, load_config, dtype, tp)
-    log_report(report, model_config.model)
+    if tp.rank == 0:  # every rank reads the same files
+        log_report(report, model_config.model)
     text_model.finish_loading()
     logger.info(
         "Loaded %s (%s): %d tensors, %.2f GiB of %s weights in %.2f s",
