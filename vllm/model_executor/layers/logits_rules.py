@@ -7,9 +7,11 @@ user's processor is returned as that row's error and never raised.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm._custom_ops.sampling import apply_token_bitmask
@@ -62,36 +64,29 @@ def apply_rules(logits_V: Tensor, state: SamplingState) -> str | None:
         one that is outside all the same must not take the neighbours down with it.
     """
     vocab = logits_V.shape[0]
-    params = state.params
-    for name, ids in (
-        ("logit_bias", params.logit_bias or ()),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-    ):
-        outside = [token for token in ids if not 0 <= token < vocab]
-        if outside:
-            return f"{name} has token ids {outside} outside 0..{vocab - 1}"
-    if params.logit_bias:
-        bias_ids = _as_ids(list(params.logit_bias), logits_V)
-        bias = torch.tensor(
-            list(params.logit_bias.values()), dtype=logits_V.dtype, device=logits_V.device
-        )
-        logits_V.index_add_(0, bias_ids, bias)
-    if params.allowed_token_ids is not None:
-        allowed_ids = _as_ids(params.allowed_token_ids, logits_V)
+    for name, ids in (("logit_bias", state.bias_ids), ("allowed_token_ids", state.allowed_ids)):
+        if ids is not None and (outside := ids[(ids < 0) | (ids >= vocab)]).size:
+            return f"{name} has token ids {outside.tolist()} outside 0..{vocab - 1}"
+    if state.bias_ids is not None and state.bias_values is not None:
+        values = _to_device(state.bias_values, logits_V)
+        logits_V.index_add_(0, _to_device(state.bias_ids, logits_V), values)
+    if state.allowed_ids is not None:
+        allowed_ids = _to_device(state.allowed_ids, logits_V)
         kept = logits_V[allowed_ids]
         logits_V.fill_(_NEVER)
         logits_V[allowed_ids] = kept
+    params = state.params
     banned = _find_bad_words(params.bad_words_token_ids, state.output_ids)
     if state.num_outputs < params.min_tokens:
         banned.extend(params.stop_token_ids)
     if banned:
         inside = [token for token in banned if 0 <= token < vocab]
-        logits_V[_as_ids(inside, logits_V)] = _NEVER
+        logits_V[torch.tensor(inside, dtype=torch.int64, device=logits_V.device)] = _NEVER
     return None
 
 
-def _as_ids(ids: Sequence[int], logits_V: Tensor) -> Tensor:
-    return torch.tensor(ids, dtype=torch.int64, device=logits_V.device)
+def _to_device(array: NDArray[Any], logits_V: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(logits_V.device)
 
 
 def _find_bad_words(bad_words: Sequence[Sequence[int]], output_ids: Sequence[int]) -> list[int]:

@@ -80,6 +80,8 @@ class SamplingState:
         stream_seed: key of the random stream of this branch.
         prompt_ids, output_ids: kept only where a rule reads them (processors, bad words), else
             empty.
+        bias_ids, bias_values: logit_bias as arrays, or None.
+        allowed_ids: allowed_token_ids as an array, or None.
         seen: token counts where a penalty needs them, else None.
         has_rules: whether logits are changed before the penalties.
         is_plain: whether nothing but the draw concerns this row.
@@ -95,6 +97,10 @@ class SamplingState:
         self._keeps_ids = bool(self.processors or params.bad_words_token_ids)
         self.prompt_ids = row.token_ids[: row.num_prompt_tokens] if self._keeps_ids else []
         self.output_ids = row.token_ids[row.num_prompt_tokens :] if self._keeps_ids else []
+        bias, allowed = params.logit_bias, params.allowed_token_ids
+        self.bias_ids = np.array(list(bias), dtype=np.int64) if bias else None
+        self.bias_values = np.array(list(bias.values()), dtype=np.float32) if bias else None
+        self.allowed_ids = None if allowed is None else np.array(allowed, dtype=np.int64)
         self.has_penalties = (
             params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
