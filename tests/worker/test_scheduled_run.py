@@ -6,6 +6,7 @@ The reference is transformers, dense and without a cache. Every run has the cach
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,33 @@ def test_greedy_equals_transformers_for_every_chunk_size(
         assert [b[0] for b in generate(engine, prompts)] == answers
     assert engine.stats().num_cache_hits > 0
     engine.shutdown()
+
+
+def test_logprobs_are_the_same_bits_for_every_chunk_size_and_run(
+    checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, prompts, _ = checkpoint
+    runs = []
+    for budget in (16, 48, 48, 512):
+        engine = make_engine(directory, monkeypatch, budget=budget)
+        engine.scheduler.add(
+            SequenceRequest(
+                request_id="0",
+                prompt_token_ids=prompts[0],
+                sampling=RowSampling(temperature=0.0, num_logprobs=1, num_prompt_logprobs=1),
+                max_tokens=NUM_TOKENS,
+            )
+        )
+        found = []
+        while engine.has_work:
+            for result in engine.step():
+                for entry in [*(result.prompt_logprobs or []), *(result.logprobs or [])]:
+                    found.append((entry.token_ids, entry.logprobs))
+        engine.shutdown()
+        assert all(math.isfinite(value) for _, values in found for value in values)
+        assert len(found) == len(prompts[0]) - 1 + NUM_TOKENS
+        runs.append(found)
+    assert all(run == runs[0] for run in runs)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 128])
