@@ -63,6 +63,8 @@ class BeamSearchInstance:
 
         Args:
             candidates: for each beam in order, log-probabilities of its likeliest next tokens.
+            params: of the search.
+            eos_token_id: the token that ends a beam.
         """
         grown: list[BeamSearchSequence] = []
         for beam, choices in zip(self.beams, candidates, strict=True):

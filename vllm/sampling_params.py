@@ -1,8 +1,8 @@
 """How a request's tokens are chosen, where it stops and what is reported.
 
 Made by users, by the HTTP layer and by `LLM.generate` (which also takes a dict); read by
-`engine/input_processor.py`, which turns it into numbers for the workers. Never changed by the engine:
-a caller may reuse one object for any number of requests. Imports no torch.
+`engine/input_processor.py`, which turns it into numbers for the workers. Never changed by the
+engine: a caller may reuse one object for any number of requests. Imports no torch.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class ScalarType:
         return -self.max()
 
 
-class scalar_types:  # noqa: N801  the public name
+class scalar_types:
     """The formats by name."""
 
     int4 = ScalarType(mantissa=3)

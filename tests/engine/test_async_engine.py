@@ -1,4 +1,4 @@
-"""The asynchronous engine, with its core in a thread and in a process: the same streams, the same ends."""
+"""The asynchronous engine, its core in a thread and in a process: the same streams and ends."""
 
 from __future__ import annotations
 
@@ -68,18 +68,25 @@ def test_a_stream_of_deltas(engine: AsyncLLMEngine, run) -> None:
     assert [o.outputs[0].text for o in outputs] == ["DEF", "G", "HI", "J", "K"]
     assert [o.finished for o in outputs] == [False] * 4 + [True]
     assert outputs[-1].outputs[0].finish_reason == "length"
-    final = run(collect(engine.generate("ABC", greedy(output_kind=RequestOutputKind.FINAL_ONLY), "r2")))
+    final = run(
+        collect(engine.generate("ABC", greedy(output_kind=RequestOutputKind.FINAL_ONLY), "r2"))
+    )
     assert [o.outputs[0].text for o in final] == ["DEFGHIJK"]
 
 
 def test_streams_side_by_side(engine: AsyncLLMEngine, run) -> None:
     async def many() -> list:
-        jobs = [collect(engine.generate("ABC", greedy(max_tokens=1 + i % 6), f"s{i}")) for i in range(24)]
+        jobs = [
+            collect(engine.generate("ABC", greedy(max_tokens=1 + i % 6), f"s{i}"))
+            for i in range(24)
+        ]
         return await asyncio.gather(*jobs)
 
     for i, outputs in enumerate(run(many())):
         assert sum(len(o.outputs[0].token_ids) for o in outputs) == 1 + i % 6
-        assert "".join(o.outputs[0].text for o in outputs) == "DEFGHIJK"[: [3, 4, 6, 7, 8, 8][i % 6]]
+        assert (
+            "".join(o.outputs[0].text for o in outputs) == "DEFGHIJK"[: [3, 4, 6, 7, 8, 8][i % 6]]
+        )
 
 
 def test_stop_strings_reach_the_engine_side(engine: AsyncLLMEngine, run) -> None:
@@ -108,7 +115,11 @@ async def until_idle(engine: AsyncLLMEngine) -> None:
 def test_one_of_several_answers_stops(engine: AsyncLLMEngine, run) -> None:
     async def go() -> None:
         params = SamplingParams(
-            n=3, temperature=1.0, max_tokens=400, stop="DEFG", output_kind=RequestOutputKind.CUMULATIVE
+            n=3,
+            temperature=1.0,
+            max_tokens=400,
+            stop="DEFG",
+            output_kind=RequestOutputKind.CUMULATIVE,
         )
         outputs = await collect(engine.generate("C", params, "n"))
         assert {a.stop_reason for a in outputs[-1].outputs} == {"DEFG"}
@@ -182,7 +193,11 @@ def test_wrong_requests_fail_alone(engine: AsyncLLMEngine, run) -> None:
                 ("", greedy(), "the prompt is empty"),
                 ("A" * 600, greedy(), "at most 511"),
                 ("A", greedy(guided_decoding=GuidedDecodingParams(regex="[")), "guided_regex"),
-                ("A", greedy(guided_decoding=GuidedDecodingParams(json={"type": "x"})), "guided_json"),
+                (
+                    "A",
+                    greedy(guided_decoding=GuidedDecodingParams(json={"type": "x"})),
+                    "guided_json",
+                ),
                 ("A", greedy(logit_bias={9999: 1.0}), "logit_bias"),
             ]
         ):
@@ -243,7 +258,9 @@ def test_logits_processors_need_the_same_process(engine: AsyncLLMEngine, run) ->
 
 
 def test_beam_search(engine: AsyncLLMEngine, run) -> None:
-    (output,) = run(collect(engine.beam_search("ABC", "b", BeamSearchParams(beam_width=2, max_tokens=7))))
+    (output,) = run(
+        collect(engine.beam_search("ABC", "b", BeamSearchParams(beam_width=2, max_tokens=7)))
+    )
     assert output.finished
     assert [a.index for a in output.outputs] == [0, 1]
     assert output.outputs[0].text == "DEFGHIJK"
@@ -321,7 +338,9 @@ def test_a_killed_engine_process_is_noticed_at_once(tiny_models: TinyModels) -> 
     engine.shutdown()
 
 
-def test_a_stuck_engine_process_is_noticed(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_engine_process_is_noticed(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_RPC_TIMEOUT", "1500")
     engine, core = make_process_engine(tiny_models.loop())
 
@@ -365,7 +384,9 @@ def test_a_failing_step_ends_the_engine_with_its_cause(
 def test_a_start_that_fails_says_why(tiny_models: TinyModels, in_own_process: bool) -> None:
     with pytest.raises(ConfigError, match="lower max_model_len"):
         AsyncLLMEngine.from_engine_args(
-            AsyncEngineArgs(model=str(tiny_models.loop()), num_gpu_blocks_override=4, dtype="float32"),
+            AsyncEngineArgs(
+                model=str(tiny_models.loop()), num_gpu_blocks_override=4, dtype="float32"
+            ),
             in_own_process=in_own_process,
         )
 
@@ -374,7 +395,8 @@ PARENT = """
 import sys, time
 from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.engine.client import ProcessCore
-config = AsyncEngineArgs(model=sys.argv[1], dtype="float32", num_gpu_blocks_override=64).create_engine_config()
+args = AsyncEngineArgs(model=sys.argv[1], dtype="float32", num_gpu_blocks_override=64)
+config = args.create_engine_config()
 core = ProcessCore(config)
 engine = AsyncLLMEngine(config, core)
 print(core.pid, "torch" in sys.modules, flush=True)

@@ -72,7 +72,10 @@ def test_c07_greedy_answers_do_not_depend_on_what_ran_before(tiny_models: TinyMo
         assert all(o.num_cached_tokens >= 32 for o in runs[1]), "else this proves nothing"
     for outputs in runs:
         assert ids(outputs) == ids(reference)
-        assert max(abs(a - b) for a, b in zip(logprobs(outputs), logprobs(reference), strict=True)) < 1e-4
+        assert (
+            max(abs(a - b) for a, b in zip(logprobs(outputs), logprobs(reference), strict=True))
+            < 1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", ["two kinds", "full"])
@@ -94,7 +97,10 @@ def test_c10_the_size_of_chunks_changes_nothing(
     reference = answers[512]
     for outputs in answers.values():
         assert ids(outputs) == ids(reference)
-        assert max(abs(a - b) for a, b in zip(logprobs(outputs), logprobs(reference), strict=True)) < 1e-3
+        assert (
+            max(abs(a - b) for a, b in zip(logprobs(outputs), logprobs(reference), strict=True))
+            < 1e-3
+        )
 
 
 def test_c11_a_pool_too_small_for_the_model_is_refused(tiny_models: TinyModels) -> None:
@@ -110,7 +116,9 @@ def test_c11_a_prompt_bigger_than_the_pool_does_not_block_others(
     waived = functools.partial(core.make_layout, check_max_model_len=False)
     monkeypatch.setattr(core, "make_layout", waived)
     with engine(tiny_models.loop(), num_gpu_blocks_override=12) as llm:
-        llm.llm_engine.add_request("other", {"prompt_token_ids": [65] * 8}, SamplingParams(temperature=0, max_tokens=8))
+        llm.llm_engine.add_request(
+            "other", {"prompt_token_ids": [65] * 8}, SamplingParams(temperature=0, max_tokens=8)
+        )
         started_s = time.monotonic()
         with pytest.raises(RequestError, match="the KV cache cannot hold"):
             llm.llm_engine.add_request("big", {"prompt_token_ids": [65] * 250}, SamplingParams())
@@ -124,7 +132,11 @@ def test_c11_a_prompt_bigger_than_the_pool_does_not_block_others(
 
 def test_c12_preempted_branches_all_end(tiny_models: TinyModels) -> None:
     with engine(
-        tiny_models.flat(), swap_space=0, num_gpu_blocks_override=20, max_model_len=128, block_size=16
+        tiny_models.flat(),
+        swap_space=0,
+        num_gpu_blocks_override=20,
+        max_model_len=128,
+        block_size=16,
     ) as llm:
         params = SamplingParams(n=4, temperature=1.0, max_tokens=100, ignore_eos=True)
         outputs = run(llm, [make_reach_prompt(20, seed=i) for i in range(4)], params)
@@ -145,7 +157,9 @@ def test_seeds_survive_batches_and_preemption(tiny_models: TinyModels) -> None:
     ]
     with engine(tiny_models.flat()) as llm:
         alone = [ids(run(llm, [p], s)) for p, s in zip(prompts, params, strict=True)]
-        assert len({tuple(a) for answers in alone for a in answers}) == 9, "seeds and branches differ"
+        assert len({tuple(a) for answers in alone for a in answers}) == 9, (
+            "seeds and branches differ"
+        )
         together = run(llm, prompts, params)
         assert [ids([o]) for o in together] == alone
         unseeded = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
@@ -166,7 +180,12 @@ def test_the_same_engine_seed_gives_the_same_unseeded_answers(tiny_models: TinyM
 
 
 def penalised_reference(
-    model: torch.nn.Module, prompt: list[int], num_tokens: int, *, frequency: float = 0.0, repetition: float = 1.0
+    model: torch.nn.Module,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    frequency: float = 0.0,
+    repetition: float = 1.0,
 ) -> list[int]:
     """Greedy tokens by definition: adjusted logits of the reference model, step by step."""
     tokens = list(prompt)
@@ -195,7 +214,8 @@ def test_c18_penalties_stay_with_their_request(tiny_models: TinyModels) -> None:
     expected = {k: penalised_reference(reference, p, 20, **rules[k]) for k, p in prompts.items()}
     fields = {"a": {"frequency_penalty": 1.5}, "b": {}, "c": {"repetition_penalty": 1.3}}
     params = {
-        k: SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **f) for k, f in fields.items()
+        k: SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **f)
+        for k, f in fields.items()
     }
     orders = ["abc", "cba", "bac", "b", "ac", "abcabcabc"]
     with engine(tiny_models.reach("llama", num_hidden_layers=2)) as llm:
@@ -209,7 +229,12 @@ def test_answers_equal_whatever_is_in_the_batch(tiny_models: TinyModels) -> None
     rng = random.Random(7)
     prompts = [make_reach_prompt(rng.randint(1, 120), seed=i) for i in range(12)]
     params = [
-        SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=i, max_tokens=rng.randint(1, 30), ignore_eos=True)
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.8]),
+            seed=i,
+            max_tokens=rng.randint(1, 30),
+            ignore_eos=True,
+        )
         for i in range(12)
     ]
     with engine(tiny_models.reach("llama", num_hidden_layers=2), max_num_batched_tokens=33) as llm:

@@ -10,7 +10,13 @@ from tests.utils.fixtures_models import build_chain_tokenizer
 from vllm.config import ModelConfig, SchedulerConfig
 from vllm.engine.answer import StopStrings
 from vllm.engine.input_processor import InputProcessor
-from vllm.engine.messages import AbortRequests, CoreStats, EndBranches, EngineOutputs, RequestFailure
+from vllm.engine.messages import (
+    AbortRequests,
+    CoreStats,
+    EndBranches,
+    EngineOutputs,
+    RequestFailure,
+)
 from vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -85,7 +91,9 @@ SPELLED = [257, ord("G"), 258, ord("J"), ord("K")]  # DEF G HI J K
 def test_stop_strings_over_several_tokens(stop, include: bool, text: str, reason) -> None:
     """Case C20: held back until decided, each character once, deltas equal the whole."""
     streamed = Run(stop=stop, include_stop_str_in_output=include)
-    whole = Run(stop=stop, include_stop_str_in_output=include, output_kind=RequestOutputKind.FINAL_ONLY)
+    whole = Run(
+        stop=stop, include_stop_str_in_output=include, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     for run in (streamed, whole):
         for position, token in enumerate(SPELLED):
             is_last = position == len(SPELLED) - 1
@@ -174,7 +182,9 @@ def test_half_characters_never_show() -> None:
                     logprobs=[TokenLogprobs(token_ids=[data[position]], logprobs=[-0.5], rank=1)],
                     finish_reason=FinishReason.LENGTH if position == cut - 1 else None,
                 )
-            assert (run.text if kind is RequestOutputKind.DELTA else run.outputs[-1].outputs[0].text) == text
+            assert (
+                run.text if kind is RequestOutputKind.DELTA else run.outputs[-1].outputs[0].text
+            ) == text
             assert all("\ufffd" not in c.text for o in run.outputs for c in o.outputs)
     names = [
         next(iter(entry.values())).decoded_token
@@ -227,7 +237,9 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest() -> None:
     run.token(
         67, logprobs=[TokenLogprobs(token_ids=[67, 65, 66], logprobs=[-5.0, -0.5, -1.5], rank=9)]
     )
-    run.token(65, logprobs=[TokenLogprobs(token_ids=[65, 65, 66], logprobs=[-0.5, -0.5, -1.5], rank=1)])
+    run.token(
+        65, logprobs=[TokenLogprobs(token_ids=[65, 65, 66], logprobs=[-0.5, -0.5, -1.5], rank=1)]
+    )
     first, second = (o.outputs[0].logprobs[0] for o in run.outputs)
     assert {i: (e.rank, e.decoded_token) for i, e in first.items()} == {
         67: (9, "C"), 65: (1, "A"), 66: (2, "B"),
@@ -244,7 +256,10 @@ def test_prompt_logprobs_arrive_in_chunks_and_once() -> None:
     run.token(65, prompt_logprobs=[entry[2], entry[3]], prompt_start=1)
     told = run.outputs[0].prompt_logprobs
     assert told[0] is None
-    assert [(next(iter(e)), e[64 + i].logprob) for i, e in enumerate(told[1:], 2)] == [(66, -2), (67, -3)]
+    assert [(next(iter(e)), e[64 + i].logprob) for i, e in enumerate(told[1:], 2)] == [
+        (66, -2),
+        (67, -3),
+    ]
 
 
 def test_abort_gives_a_last_output() -> None:

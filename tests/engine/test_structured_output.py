@@ -69,7 +69,12 @@ def test_json_object_and_white_space() -> None:
     output.accept([SequenceResult(request_id="r", branch=0, token_ids=list(text.encode()))])
     assert allowed(output.next_mask("r", 0)) == {EOS}
     strict = make_output()
-    strict.add("r", strict.start_compile(GrammarSpec(kind="json_object", whitespace_pattern="[ ]{0,1}")).result(10))
+    strict.add(
+        "r",
+        strict.start_compile(GrammarSpec(kind="json_object", whitespace_pattern="[ ]{0,1}")).result(
+            10
+        ),
+    )
     strict.accept([SequenceResult(request_id="r", branch=0, token_ids=list(b"{ "))])
     assert not {32, 10} & allowed(strict.next_mask("r", 0))
 
@@ -95,7 +100,12 @@ def test_regex_choice_and_grammars(seed: int) -> None:
 
 def test_choices_that_begin_alike() -> None:
     output = make_output()
-    output.add("r", output.start_compile(make_grammar_spec(GuidedDecodingParams(choice=["A", "AB"]))).result(10))
+    output.add(
+        "r",
+        output.start_compile(make_grammar_spec(GuidedDecodingParams(choice=["A", "AB"]))).result(
+            10
+        ),
+    )
     output.accept([SequenceResult(request_id="r", branch=0, token_ids=[65])])
     assert allowed(output.next_mask("r", 0)) == {EOS, 66}
 
@@ -104,16 +114,12 @@ def test_branches_go_their_own_ways() -> None:
     output = make_output()
     output.add("r", output.start_compile(GrammarSpec(kind="regex", text="ax|by")).result(10), 2)
     assert allowed(output.next_mask("r", 0)) == {97, 98}
-    output.accept(
-        [SequenceResult(request_id="r", branch=b, token_ids=[97 + b]) for b in range(2)]
-    )
+    output.accept([SequenceResult(request_id="r", branch=b, token_ids=[97 + b]) for b in range(2)])
     assert allowed(output.next_mask("r", 0)) == {ord("x")}
     assert allowed(output.next_mask("r", 1)) == {ord("y")}
     output.end_branch("r", 1)
     assert "r" in output
-    output.accept(
-        [SequenceResult("r", 0, [ord("x")], finish_reason=FinishReason.STOP)]
-    )
+    output.accept([SequenceResult("r", 0, [ord("x")], finish_reason=FinishReason.STOP)])
     assert "r" not in output, "it goes with its last answer"
     output.accept([SequenceResult(request_id="r", branch=0, token_ids=[97])])
     output.remove("r")

@@ -1,4 +1,4 @@
-"""The offline class on tiny models: forms of arguments, answers, errors that leave nothing behind."""
+"""The offline class on tiny models: arguments, answers, errors that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -117,7 +117,12 @@ def test_max_tokens_none_runs_to_the_models_length(tiny_models: TinyModels) -> N
         ("", GREEDY, RequestError, "the prompt is empty"),
         ({"prompt_token_ids": []}, GREEDY, RequestError, "the prompt is empty"),
         ("A" * 512, GREEDY, RequestError, "512 tokens, but the model takes at most 511"),
-        ({"prompt_token_ids": [320]}, GREEDY, RequestError, "holds 320, but token ids go from 0 to 319"),
+        (
+            {"prompt_token_ids": [320]},
+            GREEDY,
+            RequestError,
+            "holds 320, but token ids go from 0 to 319",
+        ),
         ({"prompt_token_ids": [-1]}, GREEDY, RequestError, "holds -1"),
         ({"prompt_token_ids": ["A"]}, GREEDY, TypeError, "must be int"),
         ([65], GREEDY, TypeError, "wrap token ids"),
@@ -125,11 +130,21 @@ def test_max_tokens_none_runs_to_the_models_length(tiny_models: TinyModels) -> N
         ({"prompt": "A", "multi_modal_data": {"image": 1}}, GREEDY, RequestError, "only text"),
         ({"encoder_prompt": "A"}, GREEDY, RequestError, "encoder-decoder"),
         ("A", SamplingParams(logprobs=21), RequestError, "logprobs may be at most 20"),
-        ("A", SamplingParams(prompt_logprobs=21), RequestError, "prompt_logprobs may be at most 20"),
+        (
+            "A",
+            SamplingParams(prompt_logprobs=21),
+            RequestError,
+            "prompt_logprobs may be at most 20",
+        ),
         ("A", SamplingParams(n=17), RequestError, "at most 16"),
         ("A", SamplingParams(logit_bias={320: 5}), RequestError, "logit_bias holds 320"),
         ("A", SamplingParams(logit_bias={-1: 5}), RequestError, "logit_bias holds -1"),
-        ("A", SamplingParams(allowed_token_ids=[9999]), RequestError, "allowed_token_ids holds 9999"),
+        (
+            "A",
+            SamplingParams(allowed_token_ids=[9999]),
+            RequestError,
+            "allowed_token_ids holds 9999",
+        ),
         ("A", {"guided_decoding": {"regex": "["}}, RequestError, "guided_regex cannot be used"),
     ],
 )
@@ -210,20 +225,28 @@ def test_stop_strings(llm: LLM, stop, include: bool, text: str, reason: str | No
 
 
 def test_stop_token_ids_and_min_tokens(llm: LLM) -> None:
-    answer = run(llm, "C", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[258]))[0].outputs[0]
+    answer = run(llm, "C", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[258]))[
+        0
+    ].outputs[0]
     assert (answer.text, answer.stop_reason, answer.token_ids[-1]) == ("DEFG", 258, 258)
     answer = run(llm, "K", SamplingParams(temperature=0, max_tokens=9, min_tokens=4))[0].outputs[0]
     assert len(answer.token_ids) > 4, "the end is masked at first"
     assert 264 not in answer.token_ids[:4]
-    answer = run(llm, "K", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].outputs[0]
+    answer = run(llm, "K", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].outputs[
+        0
+    ]
     assert answer.token_ids == [264, 264, 264]
 
 
 def test_bad_words_and_allowed_ids(llm: LLM) -> None:
-    answer = run(llm, "ABC", SamplingParams(temperature=0, max_tokens=3, bad_words=["HI"]))[0].outputs[0]
+    answer = run(llm, "ABC", SamplingParams(temperature=0, max_tokens=3, bad_words=["HI"]))[
+        0
+    ].outputs[0]
     assert answer.token_ids[:2] == [257, 71]
     assert answer.token_ids[2] != 258
-    params = SamplingParams(temperature=0, max_tokens=3, allowed_token_ids=[65, 66], ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=3, allowed_token_ids=[65, 66], ignore_eos=True
+    )
     assert set(run(llm, "ABC", params)[0].outputs[0].token_ids) <= {65, 66}
 
 
@@ -302,7 +325,9 @@ def test_chat_adds_no_second_bos(llm: LLM, tiny_models: TinyModels) -> None:
         (text,) = run(llm, chat.prompt)
         assert text.prompt_token_ids.count(263) == 2, "who writes a text is in charge of it"
         assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
-        (other,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")
+        (other,) = llm.chat(
+            messages, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}"
+        )
         assert other.prompt == "C"
         assert texts([other]) == ["DEFGHIJK"]
         with pytest.raises(RequestError, match="role"):
@@ -350,7 +375,9 @@ def test_without_a_tokenizer(tiny_models: TinyModels) -> None:
         str(tiny_models.chain(SPELLING)), skip_tokenizer_init=True, num_gpu_blocks_override=64,
         dtype="float32",
     )  # fmt: skip
-    (output,) = run(llm, {"prompt_token_ids": [67]}, SamplingParams(temperature=0, max_tokens=9, logprobs=1))
+    (output,) = run(
+        llm, {"prompt_token_ids": [67]}, SamplingParams(temperature=0, max_tokens=9, logprobs=1)
+    )
     answer = output.outputs[0]
     assert answer.token_ids == [257, 71, 258, 74, 75, 264]
     assert answer.text == ""

@@ -1,4 +1,4 @@
-"""Ids to text: against the tokenizers library's own decoding, id by id, for every kind of decoder."""
+"""Ids to text, id by id, against the tokenizers library's own decoding in one piece."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_an_unfinished_character_is_never_shown() -> None:
 def test_special_tokens(skip: bool) -> None:
     tokenizer = build_chain_tokenizer()
     ids = [256, 263, 65, 264, 265, 300, 66]
-    text = "".join(push_all(make_detokenizer(TokenBytes(tokenizer), [], skip_special_tokens=skip), ids))
+    text = "".join(
+        push_all(make_detokenizer(TokenBytes(tokenizer), [], skip_special_tokens=skip), ids)
+    )
     assert text == ("DEAB" if skip else "DE<s>A</s><|im_end|>B")
     assert TokenBytes(tokenizer)[300] == b"", "a padded row of the model is no token"
 

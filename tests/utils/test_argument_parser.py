@@ -31,7 +31,9 @@ def parse(*args: str) -> argparse.Namespace:
     return make_parser().parse_args(["serve", *args])
 
 
-@pytest.mark.parametrize("args", [("--max_model_len", "9"), ("--max-model-len=9",), ("--max_model_len=9",)])
+@pytest.mark.parametrize(
+    "args", [("--max_model_len", "9"), ("--max-model-len=9",), ("--max_model_len=9",)]
+)
 def test_underscores_are_dashes(args: tuple[str, ...]) -> None:
     assert parse("m", *args).max_model_len == 9
 
@@ -126,7 +128,10 @@ def test_config_file_must_be_yaml(tmp_path: Path) -> None:
 
 
 def test_config_once_and_with_a_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for args, message in ((["--config"], "needs the path"), (["--config", "a.yaml", "--config", "b"], "once")):
+    for args, message in (
+        (["--config"], "needs the path"),
+        (["--config", "a.yaml", "--config", "b"], "once"),
+    ):
         with pytest.raises(SystemExit):
             parse("M", *args)
         assert message in capsys.readouterr().err

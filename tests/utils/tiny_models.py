@@ -1,4 +1,4 @@
-"""Checkpoints of the tiny fixture models, built once a session and shared by tests of whole engines."""
+"""Checkpoints of the tiny fixture models, built once a session for tests of whole engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Flags of 0.6.3 that this engine accepts without effect, or refuses.
 
-Called by config/resolve.py before anything is read, so that a flag that cannot be honoured is said at
-once. A flag at its default is never mentioned.
+Called by config/resolve.py before anything is read, so that a flag that cannot be honoured is said
+at once. A flag at its default is never mentioned.
 """
 
 from __future__ import annotations

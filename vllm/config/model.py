@@ -102,7 +102,7 @@ class ModelConfig:
         return int(self.hf_config.get("num_key_value_heads") or heads)
 
     def get_num_kv_heads(self, parallel: ParallelConfig) -> int:
-        """Return the key and value heads of one rank; they are replicated when there are too few."""
+        """Return the key and value heads of one rank; replicated when there are too few."""
         return max(1, self.get_total_num_kv_heads() // parallel.tensor_parallel_size)
 
     def get_num_attention_heads(self, parallel: ParallelConfig) -> int:

@@ -1,8 +1,8 @@
 """From what the user asked to a complete, frozen configuration.
 
-The one place where "auto" becomes a value and where flags are checked against each other and against
-the checkpoint. Called by engine/arg_utils.py in the process of the caller; reads configs and headers
-of weight files, never weights. Imports no torch.
+The one place where "auto" becomes a value and where flags are checked against each other and
+against the checkpoint. Called by engine/arg_utils.py in the process of the caller; reads configs
+and headers of weight files, never weights. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from vllm.transformers_utils.dtype import checkpoint_dtype, resolve_dtype
 from vllm.transformers_utils.gguf_file import is_gguf_file
 from vllm.transformers_utils.hub import resolve_path
 from vllm.transformers_utils.rope_config import context_len, normalize_rope
-from vllm.types import DType
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -165,8 +164,9 @@ def _resolve_max_model_len(args: EngineArgs, config: Mapping[str, Any]) -> int:
     allowed = max(derived, int(config.get("model_max_length") or 0))
     if wanted > allowed and not envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
         raise ConfigError(
-            f"max_model_len {wanted} exceeds the {allowed} tokens that the model's config promises; "
-            "lower it, or set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 if you know that the model can do more"
+            f"max_model_len {wanted} exceeds the {allowed} tokens that the model's config "
+            "promises; lower it, or set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 if you know that the model "
+            "can do more"
         )
     return wanted
 
@@ -185,15 +185,15 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> Sch
         )
     if not is_chunked and budget < model.max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens ({budget}) is below max_model_len ({model.max_model_len}), so a "
-            "whole prompt would not fit in a step; raise it, lower --max-model-len or leave chunked "
-            "prefill on"
+            f"max_num_batched_tokens ({budget}) is below max_model_len ({model.max_model_len}), so "
+            "a whole prompt would not fit in a step; raise it, lower --max-model-len or leave "
+            "chunked prefill on"
         )
     if budget < max_num_seqs:
         if max_num_seqs != _DEFAULT_MAX_NUM_SEQS:
             raise ConfigError(
-                f"max_num_batched_tokens ({budget}) is below max_num_seqs ({max_num_seqs}), so a step "
-                "could not serve every sequence; raise the first or lower the second"
+                f"max_num_batched_tokens ({budget}) is below max_num_seqs ({max_num_seqs}), so a "
+                "step could not serve every sequence; raise the first or lower the second"
             )
         max_num_seqs = budget
     if args.scheduling_policy not in ("fcfs", "priority"):
@@ -220,7 +220,8 @@ def _resolve_cache(args: EngineArgs) -> CacheConfig:
         raise ConfigError(f"block_size must be at least 1, got {args.block_size}")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ConfigError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {args.gpu_memory_utilization}"
+            "gpu_memory_utilization must be above 0 and at most 1, got "
+            f"{args.gpu_memory_utilization}"
         )
     if args.num_gpu_blocks_override is not None and args.num_gpu_blocks_override < 1:
         raise ConfigError(
@@ -254,7 +255,8 @@ def _resolve_parallel(args: EngineArgs, model: ModelConfig) -> ParallelConfig:
     backend = "ray" if args.worker_use_ray else args.distributed_executor_backend
     if backend == "ray":
         raise ConfigError(
-            "distributed_executor_backend 'ray' is not served by this version; allowed: mp, or unset"
+            "distributed_executor_backend 'ray' is not served by this version; allowed: mp, or "
+            "unset"
         )
     return ParallelConfig(
         tensor_parallel_size=size,

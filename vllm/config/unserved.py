@@ -5,13 +5,13 @@ They import from their old path; making one says why it is of no use. LoadFormat
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from vllm.errors import ConfigError
 
 
-class LoadFormat(str, Enum):
+class LoadFormat(StrEnum):
     """Formats of weight files that are served."""
 
     AUTO = "auto"

@@ -65,15 +65,15 @@ class Answer:
     """One of the n (or best_of) branches of a request.
 
     Attributes:
-        token_ids: every generated id, never trimmed: an end token or the tokens of a cut stop string
-            stay in.
+        token_ids: every generated id, never trimmed: an end token or the tokens of a cut stop
+            string stay in.
         finish_reason: None while it runs.
     """
 
     __slots__ = (
-        "_detokenizer", "_end_ids", "_logprobs", "_min_tokens", "_num_sent_tokens", "_pieces", "_stops",
-        "_table", "cumulative_logprob", "finish_reason", "includes_stop", "index", "keeps_logprobs",
-        "stop_reason", "token_ids",
+        "_detokenizer", "_end_ids", "_logprobs", "_min_tokens", "_num_sent_tokens", "_pieces",
+        "_stops", "_table", "cumulative_logprob", "finish_reason", "includes_stop", "index",
+        "keeps_logprobs", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -112,26 +112,34 @@ class Answer:
         self._num_sent_tokens = 0
 
     @property
+    def has_ended(self) -> bool:
+        """Whether nothing can follow."""
+        return self.finish_reason is not None
+
+    @property
     def text(self) -> str:
         """The text that is decided."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
-    def apply(self, result: SequenceResult) -> None:
+    def apply(self, result: SequenceResult) -> bool:
         """Take what a step brought; the answer must not have ended.
 
         A stop string ends the answer here; tokens behind the one that completed it are dropped.
+
+        Returns: whether that happened while the engine side still runs the answer.
         """
         if self._stops is None:
             self._add_all(result)
         else:
             for position in range(len(result.token_ids)):
                 self._add_one(result, position)
-                if self.finish_reason is not None:
-                    return
+                if self.has_ended:
+                    return result.finish_reason is None
         if result.finish_reason is not None:
             self.end(result.finish_reason, result.stop_reason)
+        return False
 
     def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the answer; text that was held back is given out."""

@@ -1,7 +1,7 @@
 """What a user asks of an engine: EngineArgs, from keywords or from the command line.
 
-The fields are 0.6.3's flags with underscores. Nothing is decided here: `create_engine_config` hands the
-fields to config/resolve.py, the one place where "auto" becomes a value.
+The fields are 0.6.3's flags with underscores. Nothing is decided here: `create_engine_config`
+hands the fields to config/resolve.py, the one place where "auto" becomes a value.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class AsyncEngineArgs(EngineArgs):
     disable_log_requests: bool = False
 
     @staticmethod
-    def add_cli_args(  # type: ignore[override]
+    def add_cli_args(
         parser: FlexibleArgumentParser, async_args_only: bool = False
     ) -> FlexibleArgumentParser:
         """Add the engine's flags, or only those that EngineArgs lacks, and return the parser."""
@@ -184,5 +184,8 @@ def _add_flag(target: Any, flag: Flag, owner: type[EngineArgs]) -> None:
 
 
 def _metavar(flag: Flag) -> str:
-    names = {int: "N", float: "X"}
-    return names.get(flag.read, flag.field.rpartition("_")[2].upper())  # type: ignore[call-overload]
+    if flag.read is int:
+        return "N"
+    if flag.read is float:
+        return "X"
+    return flag.field.rpartition("_")[2].upper()

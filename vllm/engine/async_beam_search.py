@@ -1,4 +1,4 @@
-"""A beam search through an asynchronous engine: each beam of each step is a request of one token."""
+"""A beam search through an asynchronous engine: each beam of each step is a one-token request."""
 
 from __future__ import annotations
 

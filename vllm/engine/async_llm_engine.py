@@ -1,8 +1,9 @@
 """The asynchronous engine: every request is a stream of outputs.
 
-The only async layer below HTTP. The engine side runs in a process of its own (the server) or in a thread
-of this one; this class sees both alike. Reports arrive on the event loop, become outputs for all requests
-at once, and wake the streams they belong to. In front of an engine process it imports no torch.
+The only async layer below HTTP. The engine side runs in a process of its own (the server) or in a
+thread of this one; this class sees both alike. Reports arrive on the event loop, become outputs
+for all requests at once, and wake the streams they belong to. In front of an engine process it
+imports no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from vllm.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from vllm.config.engine import DecodingConfig
+from vllm.config import EngineConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_beam_search import make_step_params, run_beam_search
 from vllm.engine.client import ProcessCore
+from vllm.engine.configured import ConfiguredEngine
 from vllm.engine.core_client import CoreClient, ThreadCore
 from vllm.engine.messages import AbortRequests, EngineFailed, EngineOutputs, ReportMessage
 from vllm.engine.metrics import StatLoggerBase
@@ -24,18 +25,17 @@ from vllm.engine.output_processor import ProcessedOutputs
 from vllm.engine.request_stream import RequestStream
 from vllm.engine.stats import EngineStats
 from vllm.engine.text_side import TextSide
-from vllm.errors import EngineDeadError, RequestError
+from vllm.errors import EngineDeadError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.pooling_params import PoolingParams
 from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 logger = init_logger(__name__)
 
@@ -45,11 +45,10 @@ AsyncEngineDeadError = EngineDeadError
 _LOG_S = 5.0
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(ConfiguredEngine):
     """An engine for many concurrent consumers, all on one event loop.
 
     Attributes:
-        engine_config: resolved and frozen.
         log_requests: whether callers should log each request; the engine itself does not.
     """
 
@@ -71,13 +70,13 @@ class AsyncLLMEngine:
 
         Raises: VllmError saying what cannot be loaded or does not fit.
         """
-        self.engine_config = engine_config
+        super().__init__(engine_config)
         self.log_requests = log_requests
         self._core = core
         self._streams: dict[str, RequestStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._log_timer: asyncio.TimerHandle | None = None
-        self._error: EngineDeadError | None = None
+        self._cause: str | None = None
         self._has_failed = False
         self._is_shut_down = False
         core.start()
@@ -137,7 +136,9 @@ class AsyncLLMEngine:
 
         Closing the generator, or cancelling the task that waits for it, aborts the request.
 
-        Raises: RequestError, TypeError or KeyError if it cannot be served; EngineDeadError if nothing can.
+        Raises:
+            RequestError, TypeError, KeyError: this request cannot be served.
+            EngineDeadError: none can.
         """
         stream = self._open(
             request_id,
@@ -171,7 +172,8 @@ class AsyncLLMEngine:
             prompt_adapter_request: refused.
             priority: smaller is served earlier, under the priority policy.
 
-        Raises: what `add_request` raises, at the first `anext`; RequestError or EngineDeadError later.
+        Raises: what `add_request` raises, at the first `anext`; RequestError or EngineDeadError
+            later.
         """
         stream = self._open(
             request_id,
@@ -181,8 +183,11 @@ class AsyncLLMEngine:
             prompt_adapter_request=prompt_adapter_request,
             priority=priority,
         )
-        async for output in self._follow(stream):
-            yield output
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            self._leave(stream)
 
     def _open(
         self,
@@ -196,8 +201,7 @@ class AsyncLLMEngine:
         priority: int = 0,
     ) -> RequestStream:
         self._bind()
-        if self._error is not None:
-            raise self._error
+        self._raise_cause()
         processed = self._text.process(
             request_id,
             prompt,
@@ -221,14 +225,15 @@ class AsyncLLMEngine:
             async for output in stream:
                 yield output
         finally:
-            if self._streams.get(stream.request_id) is stream:
-                self._close(stream.request_id)
+            self._leave(stream)
 
-    def _close(self, request_id: str) -> None:
-        """The consumer has gone: end its request."""
-        del self._streams[request_id]
-        self._text.abort([request_id])
-        self._core.send(AbortRequests(request_ids=[request_id]))
+    def _leave(self, stream: RequestStream) -> None:
+        """The consumer goes: end its request, unless that has ended already."""
+        request_id = stream.request_id
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._text.abort([request_id])
+            self._core.send(AbortRequests(request_ids=[request_id]))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its consumer gets a last output with finish reason "abort".
@@ -236,26 +241,13 @@ class AsyncLLMEngine:
         Unknown ids are ignored. Raises: EngineDeadError if the engine has ended.
         """
         self._bind()
-        if self._error is not None:
-            raise self._error
+        self._raise_cause()
         if request_id in self._streams:
             self._core.send(AbortRequests(request_ids=[request_id]))
             self._deliver(self._text.abort([request_id]))
             stream = self._streams.pop(request_id, None)
             if stream is not None:
                 stream.close()
-
-    async def encode(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams,
-        request_id: str,
-        lora_request: LoRARequest | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-    ) -> NoReturn:
-        """Refuse: embedding models are not served."""
-        raise RequestError("embedding models are not served; use generate")
 
     async def beam_search(
         self, prompt: PromptType, request_id: str, params: BeamSearchParams
@@ -291,14 +283,15 @@ class AsyncLLMEngine:
             if not self._loop.is_closed():
                 raise RuntimeError("the engine is bound to another event loop that still runs")
             self._core.detach()
-            self._streams.clear()
+            for stream in list(self._streams.values()):  # their consumers went with that loop
+                self._leave(stream)
         self._loop = loop
         self._core.attach(loop, self._handle)
         self._tick()
 
     def _tick(self) -> None:
         """Every few seconds: let the log say that nothing happens any more."""
-        if self._loop is None or self._error is not None:
+        if self._loop is None or self._cause is not None:
             return
         self._text.record_idle()
         self._log_timer = self._loop.call_later(_LOG_S, self._tick)
@@ -306,10 +299,10 @@ class AsyncLLMEngine:
     def _handle(self, report: ReportMessage) -> None:
         if isinstance(report, EngineOutputs):
             self._deliver(self._text.apply(report))
-        elif isinstance(report, EngineFailed) and self._error is None:
+        elif isinstance(report, EngineFailed) and self._cause is None:
             if report.trace:
                 logger.error("the engine has failed\n%s", report.trace)
-            self._die(EngineDeadError(f"the engine has ended: {report.message}"))
+            self._die(f"the engine has ended: {report.message}")
 
     def _deliver(self, done: ProcessedOutputs) -> None:
         streams = self._streams
@@ -327,15 +320,15 @@ class AsyncLLMEngine:
         for message in done.messages:
             self._core.send(message)
 
-    def _die(self, error: EngineDeadError) -> None:
-        """End every stream with the error and free the engine side."""
-        self._error = error
+    def _die(self, cause: str) -> None:
+        """End every stream with the cause and free the engine side."""
+        self._cause = cause
         self._has_failed = True
-        logger.error("%s", error)
+        logger.error("%s", cause)
         self._text.set_dead()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.put(error)
+            stream.put(EngineDeadError(cause))
         self._text.abort(streams)
         self._core.detach()
         threading.Thread(target=self._core.shutdown, name="engine-shutdown", daemon=True).start()
@@ -345,12 +338,12 @@ class AsyncLLMEngine:
     @property
     def is_running(self) -> bool:
         """Whether requests can be served now."""
-        return self._error is None
+        return self._cause is None
 
     @property
     def is_stopped(self) -> bool:
         """Whether the engine has ended, by request or by an error."""
-        return self._error is not None
+        return self._cause is not None
 
     @property
     def errored(self) -> bool:
@@ -360,67 +353,21 @@ class AsyncLLMEngine:
     @property
     def dead_error(self) -> BaseException:
         """The error that every open and later request gets."""
-        return self._error or EngineDeadError("the engine runs")
+        return EngineDeadError(self._cause or "the engine runs")
+
+    def _raise_cause(self) -> None:
+        if self._cause is not None:
+            raise EngineDeadError(self._cause)
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine has ended; runs no forward pass."""
         self._bind()
-        if self._error is not None:
-            raise self._error
+        self._raise_cause()
 
     async def stats(self) -> EngineStats:
         """Return one snapshot of requests, blocks and kernels, describing now."""
         self._bind()
         return self._text.make_stats()
-
-    async def do_log_stats(self) -> None:
-        """Give the loggers the state of now."""
-        self._text.record_idle()
-
-    async def get_tokenizer(
-        self, lora_request: LoRARequest | None = None
-    ) -> PreTrainedTokenizerBase:
-        """Return the tokenizer; RequestError where its initialisation was skipped."""
-        return self._text.tokenizer
-
-    async def get_model_config(self) -> ModelConfig:
-        """Return the model's configuration."""
-        return self.engine_config.model_config
-
-    async def get_parallel_config(self) -> ParallelConfig:
-        """Return how the model is spread."""
-        return self.engine_config.parallel_config
-
-    async def get_decoding_config(self) -> DecodingConfig:
-        """Return the configuration of structured output."""
-        return self.engine_config.decoding_config
-
-    async def get_scheduler_config(self) -> SchedulerConfig:
-        """Return the scheduler's configuration."""
-        return self.engine_config.scheduler_config
-
-    async def get_lora_config(self) -> None:
-        """Return None: adapters are not served."""
-
-    async def is_tracing_enabled(self) -> bool:
-        """Return False: traces are not exported."""
-        return False
-
-    async def start_profile(self) -> NoReturn:
-        """Refuse: there is no profiler."""
-        raise RuntimeError("there is no built-in profiler; run the process under one")
-
-    async def stop_profile(self) -> NoReturn:
-        """Refuse: there is no profiler."""
-        raise RuntimeError("there is no built-in profiler; run the process under one")
-
-    def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
-        """Give statistics to one more logger; KeyError if the name is taken."""
-        self._text.recorder.add(logger_name, logger)
-
-    def remove_logger(self, logger_name: str) -> None:
-        """Stop giving statistics to a logger; KeyError if there is none of that name."""
-        self._text.recorder.remove(logger_name)
 
     def start_background_loop(self) -> None:
         """Bind the engine to the running event loop; the first request does so as well.
@@ -440,13 +387,13 @@ class AsyncLLMEngine:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        if self._error is None:
-            self._error = EngineDeadError("the engine has been shut down")
+        if self._cause is None:
+            self._cause = "the engine has been shut down"
             self._text.set_dead()
         if self._log_timer is not None:
             self._log_timer.cancel()
         for stream in self._streams.values():
-            stream.put(self._error)
+            stream.put(EngineDeadError(self._cause))
         self._streams.clear()
         self._core.detach()
         self._core.shutdown()

@@ -1,8 +1,8 @@
 """The caller's end of an engine process: start it, speak to it, notice its end.
 
-Used by `AsyncLLMEngine` in the API process. The engine process is a fresh interpreter, so that it does not
-run the caller's main module again; a pipe to its stdin tells it when this process has gone. Imports no
-torch.
+Used by `AsyncLLMEngine` in the API process. The engine process is a fresh interpreter, so that it
+does not run the caller's main module again; a pipe to its stdin tells it when this process has
+gone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ProcessCore:
         """See `CoreClient.attach`."""
         self._target = (loop, handle)
         self._last_sign_s = time.monotonic()
-        loop.add_reader(self._outputs.getsockopt(zmq.FD), self._read_all)
+        loop.add_reader(self._outputs.fileno(), self._read_all)
         loop.call_soon(self._read_all)  # the socket's file tells of changes only
         threading.Thread(target=self._watch_process, name="engine-watch", daemon=True).start()
         self._watchdog = loop.call_later(1.0, self._check_signs)
@@ -133,7 +133,7 @@ class ProcessCore:
         if self._watchdog is not None:
             self._watchdog.cancel()
         if not loop.is_closed() and not self._outputs.closed:
-            loop.remove_reader(self._outputs.getsockopt(zmq.FD))
+            loop.remove_reader(self._outputs.fileno())
 
     def send(self, message: ControlMessage) -> None:
         """See `CoreClient.send`."""

@@ -1,8 +1,8 @@
 """The heart: one step of one engine, without text, sockets or threads.
 
-Owns the executor, the scheduler and the grammars of the running requests. Driven by `LLMEngine` in the
-caller's thread, by `engine/core_loop.py` in a thread or a process of its own. No torch here; the
-executor hides where tensors live.
+Owns the executor, the scheduler and the grammars of the running requests. Driven by `LLMEngine` in
+the caller's thread, by `engine/core_loop.py` in a thread or a process of its own. No torch here;
+the executor hides where tensors live.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class EngineCore:
         self._admit(message, matcher)
 
     def handle(self, message: ControlMessage) -> None:
-        """Do what a message asks; a request that is refused becomes a failure of the next outputs."""
+        """Do what a message asks; a refused request becomes a failure of the next outputs."""
         if isinstance(message, AddRequest):
             self._add_later(message)
         elif isinstance(message, AbortRequests):
@@ -245,8 +245,8 @@ def _check_block_size(block_size: int, reports: tuple[RankReport, ...]) -> None:
     for report in reports:
         if block_size not in report.block_tokens:
             raise ConfigError(
-                f"block_size {block_size} is not served by the kernels of rank {report.rank}; allowed: "
-                f"{', '.join(map(str, report.block_tokens))}"
+                f"block_size {block_size} is not served by the kernels of rank {report.rank}; "
+                f"allowed: {', '.join(map(str, report.block_tokens))}"
             )
 
 

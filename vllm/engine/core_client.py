@@ -1,7 +1,7 @@
 """How an asynchronous engine reaches its engine side, wherever that runs.
 
-`ThreadCore` keeps it in a thread of this process; `engine/client.py` in a process of its own. Both are
-started, awaited and spoken to in the same way.
+`ThreadCore` keeps it in a thread of this process; `engine/client.py` in a process of its own. Both
+are started, awaited and spoken to in the same way.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ThreadCore:
 
 
 def make_start_error(kind: str, message: str) -> VllmError:
-    """Return the error of an engine process that failed to start, of its own type where it is ours."""
+    """Return the error of a start that failed in another process, of its own type if it is ours."""
     own = {cls.__name__: cls for cls in _all_errors(VllmError)}
     return own.get(kind, EngineDeadError)(message)
 

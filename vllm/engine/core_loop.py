@@ -1,7 +1,7 @@
 """Runs an EngineCore until it is told to stop: take messages, step, report.
 
-The same loop serves a thread of the caller's process (`engine/thread_core.py`) and a process of its own
-(`engine/core_proc.py`). It touches neither sockets nor text.
+The same loop serves a thread of the caller's process (`engine/thread_core.py`) and a process of
+its own (`engine/core_proc.py`). It touches neither sockets nor text.
 """
 
 from __future__ import annotations

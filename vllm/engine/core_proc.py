@@ -1,7 +1,8 @@
-"""The engine's own process: its main function, its sockets and its ties to the process that made it.
+"""The engine's own process: its main function, its sockets, its ties to the process that made it.
 
-Started by `engine/client.py` as a fresh interpreter. It reads its config from stdin, loads the model,
-says that it is ready, and serves. When stdin closes, the process that made it is gone: it ends at once.
+Started by `engine/client.py` as a fresh interpreter. It reads its config from stdin, loads the
+model, says that it is ready, and serves. When stdin closes, the process that made it is gone: it
+ends at once.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class ReportSocket:
 
 def run_engine_process() -> None:
     """Be an engine process; returns when it was told to stop, exits with 1 after an error."""
-    # Ctrl-C, and a SIGTERM to the whole group, are for the process that made this one: it lets running
-    # requests finish, then says when to stop. Ranks inherit this.
+    # Ctrl-C, and a SIGTERM to the whole group, are for the process that made this one: it lets
+    # running requests finish, then says when to stop. Ranks inherit this.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     config, input_address, output_address, log_level = pickle.load(sys.stdin.buffer)
@@ -110,7 +111,7 @@ def run_engine_process() -> None:
 
 
 class _Pulse(threading.Thread):
-    """Says every second that the process lives, and how long the step that runs has been running."""
+    """Says every second that the process lives, and how long the current step has been running."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         super().__init__(name="pulse", daemon=True)

@@ -1,7 +1,7 @@
 """The engine's flags as a table: group, field of EngineArgs, how it is read, what it means.
 
-`engine/arg_utils.py` turns the table into command-line options; a test holds the list of names. A flag is
-a row here and a field there; what its value means is decided in config/resolve.py.
+`engine/arg_utils.py` turns the table into command-line options; a test holds the list of names. A
+flag is a row here and a field there; what its value means is decided in config/resolve.py.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ LOAD_FORMATS = (
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 QUANTIZATIONS = (
     "aqlm", "awq", "deepspeedfp", "tpu_int8", "fp8", "fbgemm_fp8", "modelopt", "marlin", "gguf",
-    "gptq_marlin_24", "gptq_marlin", "awq_marlin", "gptq", "compressed-tensors", "bitsandbytes", "qqq",
-    "experts_int8", "neuron_quant", "ipex", None,
+    "gptq_marlin_24", "gptq_marlin", "awq_marlin", "gptq", "compressed-tensors", "bitsandbytes",
+    "qqq", "experts_int8", "neuron_quant", "ipex", None,
 )  # fmt: skip
 DEVICES = ("auto", "cuda", "neuron", "cpu", "openvino", "tpu", "xpu")
 GUIDED_BACKENDS = ("auto", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")

@@ -1,8 +1,8 @@
 """From a user's request to token ids, numbers and limits.
 
-Runs in the caller's process, before anything reaches the engine side: whatever is wrong with a request
-is said here, so that the engine never sees it. Tokenises, draws seeds, resolves end tokens and checks
-every id against the vocabulary. Never imports torch.
+Runs in the caller's process, before anything reaches the engine side: whatever is wrong with a
+request is said here, so that the engine never sees it. Tokenises, draws seeds, resolves end tokens
+and checks every id against the vocabulary. Never imports torch.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(
-                f"params must be SamplingParams, got {type(params).__name__}; embedding requests are "
-                "not served"
+                f"params must be SamplingParams, got {type(params).__name__}; embedding requests "
+                "are not served"
             )
         params = params.clone()
         params.verify()
@@ -180,7 +180,8 @@ class InputProcessor:
         for token_id in (min(ids), max(ids)):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"{name} holds {token_id}, but token ids go from 0 to {vocab_size - 1}", param=name
+                    f"{name} holds {token_id}, but token ids go from 0 to {vocab_size - 1}",
+                    param=name,
                 )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:

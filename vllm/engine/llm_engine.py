@@ -1,12 +1,13 @@
 """The synchronous engine: add requests, take steps, get outputs, all in the caller's thread.
 
-`LLM` is built on it. Both halves live in this process; user functions (logits processors) may be given.
+`LLM` is built on it. Both halves live in this process; user functions (logits processors) may be
+given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from vllm.config.engine import DecodingConfig
@@ -128,7 +129,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Take one step and return the outputs that are due.
 
-        A request that failed while it ran appears with finish reason "error"; `take_failure` says why.
+        A request that failed while it ran appears with finish reason "error"; `take_failure` says
+        why.
 
         Raises: EngineDeadError if the step failed; the engine is of no use after that.
         """

@@ -1,8 +1,8 @@
 """What travels between the caller's side of an engine and the side that runs the model.
 
-Text, stop strings and users' objects stay on the caller's side; ids, limits, grammars and counts cross.
-In process the same objects are handed over as they are; between processes they are msgpack, one message
-a step. Imports no torch.
+Text, stop strings and users' objects stay on the caller's side; ids, limits, grammars and counts
+cross. In process the same objects are handed over as they are; between processes they are msgpack,
+one message a step. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Statistics as log lines and as Prometheus metrics, with the names of 0.6.3.
 
-A `StatRecorder` gets every step's counts and hands them to the loggers: the log speaks every few seconds,
-Prometheus takes each step. Gauges describe now: they follow the engine's latest report, so that nothing
-freezes when requests are aborted. No torch.
+A `StatRecorder` gets every step's counts and hands them to the loggers: the log speaks every few
+seconds, Prometheus takes each step. Gauges describe now: they follow the engine's latest report,
+so that nothing freezes when requests are aborted. No torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOG_INTERVAL_S = 5.0
 class Stats:
     """What a logger gets: the state now, and what happened since its last call.
 
-    Field names are those of 0.6.3; a `_sys` is the system's state, an `_iter` belongs to the steps, a
+    Field names are those of 0.6.3: `_sys` is the system's state, `_iter` belongs to the steps,
     `_requests` to requests that ended.
     """
 
@@ -167,19 +167,17 @@ class PrometheusStatLogger(StatLoggerBase):
             max_model_len: end of the histograms of token counts.
             registry: None is the library's own, which /metrics shows.
         """
-        from vllm.engine.prometheus import VllmMetrics  # noqa: PLC0415  the library is optional here
+        from vllm.engine.prometheus import VllmMetrics  # noqa: PLC0415  only where it is used
 
         super().__init__(local_interval)
-        self._labels = dict(labels or {})
-        self.metrics = VllmMetrics(tuple(self._labels), max_model_len, registry)
+        self.metrics = VllmMetrics(labels or {}, max_model_len, registry)
         self._since = time.monotonic()
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
-        self.metrics.start(self._labels)
 
     def log(self, stats: Stats) -> None:
         """See `StatLoggerBase.log`."""
-        self.metrics.record(stats, self._labels)
+        self.metrics.record(stats)
         self._num_prompt_tokens += stats.num_prompt_tokens_iter
         self._num_generation_tokens += stats.num_generation_tokens_iter
         now = time.monotonic()
@@ -188,7 +186,6 @@ class PrometheusStatLogger(StatLoggerBase):
             self.metrics.record_throughput(
                 self._num_prompt_tokens / elapsed_s,
                 self._num_generation_tokens / elapsed_s,
-                self._labels,
             )
             self._since = now
             self._num_prompt_tokens = self._num_generation_tokens = 0

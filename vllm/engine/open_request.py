@@ -46,7 +46,9 @@ class OpenRequest:
         self._table = table
         end_ids = frozenset(request.sampling.stop_token_ids)
         self.answers = [
-            Answer(i, self.params, end_ids=end_ids, detokenizer=self._make_detokenizer(), table=table)
+            Answer(
+                i, self.params, end_ids=end_ids, detokenizer=self._make_detokenizer(), table=table
+            )
             for i in range(request.n)
         ]
         self._num_cached_tokens: int | None = None
@@ -72,7 +74,7 @@ class OpenRequest:
     @property
     def is_finished(self) -> bool:
         """Whether every answer has ended."""
-        return all(a.finish_reason is not None for a in self.answers)
+        return all(a.has_ended for a in self.answers)
 
     @property
     def num_generation_tokens(self) -> int:
@@ -96,13 +98,12 @@ class OpenRequest:
             self.metrics.time_in_queue = waited_s
             stats.times_in_queue_s.append(waited_s)
         answer = self.answers[result.branch]
-        if answer.finish_reason is not None:
+        if answer.has_ended:
             return False
         self._num_cached_tokens = result.num_cached_tokens
         if result.token_ids:
             self._record_times(len(result.token_ids), now_s, stats)
-        answer.apply(result)
-        return answer.finish_reason is not None and result.finish_reason is None
+        return answer.apply(result)
 
     def _record_times(self, num_tokens: int, now_s: float, stats: IterationStats) -> None:
         metrics = self.metrics
@@ -118,7 +119,7 @@ class OpenRequest:
     def end(self, reason: FinishReason) -> None:
         """End every answer that still runs."""
         for answer in self.answers:
-            if answer.finish_reason is None:
+            if not answer.has_ended:
                 answer.end(reason)
 
     def describe_end(self) -> FinishedRequest:

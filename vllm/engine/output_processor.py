@@ -1,8 +1,8 @@
 """From the engine side's token ids to the outputs that users see.
 
-Keeps every open request of the caller's side, gives each its share of a step's results, and says which
-answers the engine side must stop because a stop string was found. One call a step, for all requests
-together. Never waits, never talks to the engine side itself.
+Keeps every open request of the caller's side, gives each its share of a step's results, and says
+which answers the engine side must stop because a stop string was found. One call a step, for all
+requests together. Never waits, never talks to the engine side itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class OutputProcessor:
         """Open a request; KeyError if its id is open already."""
         request_id = processed.request.request_id
         if request_id in self._requests:
-            raise KeyError(f"request {request_id!r} is running already; give each request its own id")
+            raise KeyError(
+                f"request {request_id!r} is running already; give each request its own id"
+            )
         request = OpenRequest(processed, self._table)
         self._requests[request_id] = request
         return request

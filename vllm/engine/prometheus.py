@@ -64,20 +64,21 @@ class VllmMetrics:
 
     def __init__(
         self,
-        label_names: tuple[str, ...],
+        labels: Mapping[str, str],
         max_model_len: int,
         registry: CollectorRegistry | None = None,
     ) -> None:
         """Register every metric, in place of those of an earlier engine.
 
         Args:
-            label_names: labels of every metric.
+            labels: of every metric.
             max_model_len: end of the histograms of token counts.
             registry: None is the library's own.
         """
         self._registry = REGISTRY if registry is None else registry
         _unregister_earlier(self._registry)
-        names = list(label_names)
+        self._labels = dict(labels)
+        names = list(labels)
         self._gauges = {n: self._make(Gauge, n, text, names) for n, text in _GAUGES.items()}
         self._counters = {n: self._make(Counter, n, text, names) for n, text in _COUNTERS.items()}
         self._success = self._make(
@@ -96,20 +97,24 @@ class VllmMetrics:
             name: self._make(Histogram, name, text, names, buckets=buckets)
             for name, (text, buckets) in histograms.items()
         }
+        self._start()
 
     def _make(self, kind: Any, name: str, text: str, labels: list[str], **options: Any) -> Any:
         return kind(f"vllm:{name}", text, labels, registry=self._registry, **options)
 
-    def start(self, labels: Mapping[str, str]) -> None:
+    def _start(self) -> None:
         """Show every series from the start, so that nothing is missing before the first request."""
-        for metric in (*self._gauges.values(), *self._counters.values(), *self._histograms.values()):
-            metric.labels(**labels)
+        labels = self._labels
+        for metrics in (self._gauges, self._counters, self._histograms):
+            for name, metric in metrics.items():
+                if labels:  # looked up once, not at every step
+                    metrics[name] = metric.labels(**labels)
         for reason in _FINISH_REASONS:
             self._success.labels(**labels, finished_reason=reason)
         for name in ("gpu_prefix_cache_hit_rate", "cpu_prefix_cache_hit_rate"):
-            self._gauges[name].labels(**labels).set(-1)
+            self._gauges[name].set(-1)
 
-    def record(self, stats: Stats, labels: Mapping[str, str]) -> None:
+    def record(self, stats: Stats) -> None:
         """Take the state now and what the last step brought."""
         for name, value in (
             ("num_requests_running", stats.num_running_sys),
@@ -120,14 +125,14 @@ class VllmMetrics:
             ("gpu_prefix_cache_hit_rate", stats.gpu_prefix_cache_hit_rate),
             ("cpu_prefix_cache_hit_rate", stats.cpu_prefix_cache_hit_rate),
         ):
-            self._gauges[name].labels(**labels).set(value)
+            self._gauges[name].set(value)
         for name, count in (
             ("num_preemptions", stats.num_preemption_iter),
             ("prompt_tokens", stats.num_prompt_tokens_iter),
             ("generation_tokens", stats.num_generation_tokens_iter),
         ):
             if count:
-                self._counters[name].labels(**labels).inc(count)
+                self._counters[name].inc(count)
         for name, values in (
             ("time_to_first_token_seconds", stats.time_to_first_tokens_iter),
             ("time_per_output_token_seconds", stats.time_per_output_tokens_iter),
@@ -136,19 +141,16 @@ class VllmMetrics:
             ("request_generation_tokens", stats.num_generation_tokens_requests),
             ("request_params_n", stats.n_requests),
         ):
-            if values:
-                histogram = self._histograms[name].labels(**labels)
-                for value in values:
-                    histogram.observe(value)
+            observe = self._histograms[name].observe
+            for value in values:
+                observe(value)
         for reason in stats.finished_reason_requests:
-            self._success.labels(**labels, finished_reason=reason).inc()
+            self._success.labels(**self._labels, finished_reason=reason).inc()
 
-    def record_throughput(
-        self, prompt: float, generation: float, labels: Mapping[str, str]
-    ) -> None:
+    def record_throughput(self, prompt: float, generation: float) -> None:
         """Take tokens a second."""
-        self._gauges["avg_prompt_throughput_toks_per_s"].labels(**labels).set(prompt)
-        self._gauges["avg_generation_throughput_toks_per_s"].labels(**labels).set(generation)
+        self._gauges["avg_prompt_throughput_toks_per_s"].set(prompt)
+        self._gauges["avg_generation_throughput_toks_per_s"].set(generation)
 
     def record_cache_config(self, facts: Mapping[str, str]) -> None:
         """Show the cache's configuration as labels of a gauge that is 1."""

@@ -1,7 +1,8 @@
 """The engine as its callers see it.
 
-`AsyncLLMEngine` implements this protocol, in process or as the API-process end of a separate engine
-process; the HTTP server, the benchmarks and the tests use nothing else. No torch, no HTTP here.
+`AsyncLLMEngine` implements this protocol, in process or as the API-process end of a separate
+engine process; the HTTP server, the benchmarks and the tests use nothing else. No torch, no HTTP
+here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Numbers of an engine: one snapshot of now, and what happened since the last look.
 
-`EngineStats` feeds /stats, `vllm stats` and the gauges; `IterationStats` feeds counters, histograms and
-the log. Made by the caller's side from what the engine side reports each step.
+`EngineStats` feeds /stats, `vllm stats` and the gauges; `IterationStats` feeds counters,
+histograms and the log. Made by the caller's side from what the engine side reports each step.
 """
 
 from __future__ import annotations

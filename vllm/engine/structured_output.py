@@ -1,8 +1,9 @@
 """Structured output: which tokens a form allows next.
 
-Compiles JSON schemas, regular expressions, choices and grammars with llguidance, follows each answer
-token by token and gives the workers a bitmask of allowed ids for each row. Runs on the engine side
-(`engine/core.py`); compiling happens in a thread of its own, so that no step waits for it. No torch.
+Compiles JSON schemas, regular expressions, choices and grammars with llguidance, follows each
+answer token by token and gives the workers a bitmask of allowed ids for each row. Runs on the
+engine side (`engine/core.py`); compiling happens in a thread of its own, so that no step waits for
+it. No torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The caller's half of an engine: requests in, outputs and statistics out.
 
-`LLMEngine` and `AsyncLLMEngine` own one each and differ only in how they drive the other half. Loads the
-tokenizer, keeps the open requests and the latest counts of the engine side. No torch, no waiting.
+`LLMEngine` and `AsyncLLMEngine` own one each and differ only in how they drive the other half.
+Loads the tokenizer, keeps the open requests and the latest counts of the engine side. No torch, no
+waiting.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class TextSide:
         self._core_stats = CoreStats(groups=ready.groups)
         facts = describe_cache_config(self.config.cache_config, ready.num_gpu_blocks)
         for stat_logger in self.recorder.loggers.values():
-            stat_logger.info("cache_config", facts)
+            stat_logger.info(type="cache_config", obj=facts)
 
     def set_dead(self) -> None:
         """The engine side has ended."""
@@ -108,7 +109,9 @@ class TextSide:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; RequestError where its initialisation was skipped."""
         if self.inputs.tokenizer is None:
-            raise RequestError("the engine was started with skip_tokenizer_init; it has no tokenizer")
+            raise RequestError(
+                "the engine was started with skip_tokenizer_init; it has no tokenizer"
+            )
         return self.inputs.tokenizer
 
     def process(
@@ -130,14 +133,16 @@ class TextSide:
         if lora_request is not None or prompt_adapter_request is not None:
             raise RequestError("adapters are not served; merge the adapter into the model")
         if request_id in self.outputs:
-            raise KeyError(f"request {request_id!r} is running already; give each request its own id")
+            raise KeyError(
+                f"request {request_id!r} is running already; give each request its own id"
+            )
         processed = self.inputs.process(
             request_id, prompt, params, priority=priority, arrival_time=arrival_time
         )
         if processed.request.logits_processors and not takes_callables:
             raise RequestError(
-                "logits_processors are Python functions and cannot cross to the engine process; use "
-                "the LLM class, or start the server with --disable-frontend-multiprocessing",
+                "logits_processors are Python functions and cannot cross to the engine process; "
+                "use the LLM class, or start the server with --disable-frontend-multiprocessing",
                 param="logits_processors",
             )
         return processed

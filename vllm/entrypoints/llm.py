@@ -1,7 +1,7 @@
 """The offline class: a model, prompts in, answers out.
 
-Built on the synchronous engine, in the caller's process. A call either answers all of its prompts or
-raises and leaves nothing queued.
+Built on the synchronous engine, in the caller's process. A call either answers all of its prompts
+or raises and leaves nothing queued.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class LLM:
     ) -> None:
         """Load a model.
 
-        Every argument is one of EngineArgs; `vllm serve --help` says what each means. Statistics are
-        off here unless `disable_log_stats=False` is given.
+        Every argument is one of EngineArgs; `vllm serve --help` says what each means. Statistics
+        are off here unless `disable_log_stats=False` is given.
 
         Raises:
             VllmError: what cannot be loaded or does not fit.

@@ -1,4 +1,4 @@
-"""From the argument forms of `LLM.generate` and `LLM.chat` to plain lists of prompts and parameters."""
+"""From the argument forms of `LLM.generate` and `LLM.chat` to plain lists."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ def collect_prompts(
     texts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
     if len(texts) != len(rows):
         raise RequestError(
-            f"{len(texts)} prompts but {len(rows)} lists of prompt_token_ids were given; give one each"
+            f"{len(texts)} prompts but {len(rows)} lists of prompt_token_ids were given; give one "
+            "each"
         )
     return texts
 
 
-def _as_rows(ids: list[int] | list[list[int]]) -> list[list[int]]:
-    if ids and isinstance(ids[0], int):
-        return [ids]  # type: ignore[list-item]
-    return list(ids)  # type: ignore[arg-type]
+def _as_rows(ids: Any) -> list[list[int]]:
+    return [ids] if ids and isinstance(ids[0], int) else list(ids)
 
 
 def match_params(given: Any, num_prompts: int) -> list[SamplingParams]:
@@ -72,8 +71,8 @@ def match_params(given: Any, num_prompts: int) -> list[SamplingParams]:
         )
     if len(given) != num_prompts:
         raise RequestError(
-            f"{num_prompts} prompts but {len(given)} sampling_params were given; give one for all, or "
-            "one each"
+            f"{num_prompts} prompts but {len(given)} sampling_params were given; give one for all, "
+            "or one each"
         )
     return [_as_params(one).clone() for one in given]
 

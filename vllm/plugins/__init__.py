@@ -38,4 +38,6 @@ def load_general_plugins() -> None:
 
 def set_torch_compile_backend(backend: object) -> None:
     """Refuse: this engine does not go through torch.compile."""
-    raise NotImplementedError(f"torch.compile is not used, so the backend {backend!r} cannot be set")
+    raise NotImplementedError(
+        f"torch.compile is not used, so the backend {backend!r} cannot be set"
+    )

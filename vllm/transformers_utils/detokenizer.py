@@ -1,9 +1,10 @@
 """Token ids to text, a few ids at a time.
 
 `TokenBytes` knows the bytes that each id stands for; a `Detokenizer` keeps one sequence's place in
-its byte stream and gives out whole characters only, so that no half character is ever shown and the
-cost of a token does not depend on the length of the text. Called by `engine/output_processor.py` and by
-the HTTP layer (bytes of log-probabilities). Never imports torch, never loads a tokenizer.
+its byte stream and gives out whole characters only, so that no half character is ever shown and
+the cost of a token does not depend on the length of the text. Called by
+`engine/output_processor.py` and by the HTTP layer (bytes of log-probabilities). Never imports
+torch, never loads a tokenizer.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class TokenBytes(dict[int, bytes]):
         """Return the text of one token, as it reads behind an unfinished character.
 
         Args:
+            token_id: any id.
             pending: the bytes of that character so far.
         Returns: "" for a token that is only a part of a character.
         """
@@ -158,7 +160,7 @@ def decode_ids(
     skip_special_tokens: bool,
     spaces_between_special_tokens: bool = True,
 ) -> str:
-    """Decode ids in one piece; ids outside the vocabulary are left out, spaces are not cleaned up."""
+    """Decode ids in one piece; unknown ids are left out, spaces are not cleaned up."""
     options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens}
     if not tokenizer.is_fast:
         options["spaces_between_special_tokens"] = spaces_between_special_tokens
@@ -187,7 +189,7 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For vocabularies whose tokens have bytes of their own: constant cost for each token."""
 
-    __slots__ = ("_decoder", "_starts_text", "_table", "_skipped")
+    __slots__ = ("_decoder", "_skipped", "_starts_text", "_table")
 
     def __init__(
         self, table: TokenBytes, context_ids: Sequence[int], *, skip_special_tokens: bool
@@ -217,8 +219,8 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For every other tokenizer: decodes a short window of tokens again and again.
 
-    New text is what the window's text grew by. While it ends inside a character nothing is given out;
-    a window that stays so for long holds bytes that are no text, and is shown as they are.
+    New text is what the window's text grew by. While it ends inside a character nothing is given
+    out; a window that stays so for long holds bytes that are no text, and is shown as they are.
     """
 
     __slots__ = ("_ids", "_options", "_prefix", "_read", "_tokenizer")
@@ -269,11 +271,7 @@ def make_detokenizer(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
 ) -> Detokenizer:
-    """Return the detokenizer that fits the tokenizer of `table`.
-
-    Args:
-        context_ids: the prompt, of which the last few ids are looked at.
-    """
+    """Return the detokenizer that fits the tokenizer of `table`, behind a prompt."""
     if table.is_exact:
         return ByteDetokenizer(table, context_ids, skip_special_tokens=skip_special_tokens)
     return WindowDetokenizer(

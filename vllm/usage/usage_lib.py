@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class UsageContext(str, Enum):
+class UsageContext(StrEnum):
     """The caller of an engine."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"

@@ -61,7 +61,7 @@ class _Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        hidden = (None, "", [], argparse.SUPPRESS, False)
+        hidden: tuple[Any, ...] = (None, "", [], argparse.SUPPRESS, False)
         if "%(default)" in text or any(action.default is h or action.default == h for h in hidden):
             return text
         return f"{text} (default: %(default)s)" if action.option_strings else text
@@ -80,8 +80,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser in which `--max_model_len` and `--max-model-len` are one.
 
     A parser that declares `--config` reads that YAML file: a flat mapping of flag names to values.
-    Flags on the command line win over the file, the file wins over defaults. True and false work for
-    switches, lists for flags that take several values.
+    Flags on the command line win over the file, the file wins over defaults. True and false work
+    for switches, lists for flags that take several values.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +153,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         except (OSError, yaml.YAMLError) as cause:
             self.error(f"--config {path}: {cause}")
         if not isinstance(loaded, dict):
-            self.error(f"--config {path}: expected `flag: value` lines, got {type(loaded).__name__}")
+            self.error(
+                f"--config {path}: expected `flag: value` lines, got {type(loaded).__name__}"
+            )
         flags: list[str] = []
         for key, value in loaded.items():
             flags += self._flag_of_entry(path, str(key), value)

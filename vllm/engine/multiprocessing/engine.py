@@ -1,4 +1,4 @@
-"""0.6.3's engine end. Here the client starts its engine process itself, so there is nothing to run."""
+"""0.6.3's engine end. Here the client starts its engine process itself: nothing is left to run."""
 
 from __future__ import annotations
 
