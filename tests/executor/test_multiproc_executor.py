@@ -110,6 +110,18 @@ def test_tickets_may_be_waited_for_in_any_order(clean: MultiprocExecutor) -> Non
     assert [t.wait().step for t in reversed(tickets)] == [1, 0]
 
 
+@pytest.mark.timeout(60)
+def test_large_plans_and_outputs_do_not_wait_for_each_other(clean: MultiprocExecutor) -> None:
+    """More bytes in both directions than sockets hold, with two steps under way."""
+    prompts = [[(i * 7 + j) % 300 for j in range(75)] for i in range(3)]
+    sampling = [RowSampling(temperature=0.0, num_prompt_logprobs=300)] * 3
+    first = clean.submit(make_first_plan(prompts, sampling))
+    second = clean.submit(StepPlan(step=1, token_masks={77: bytes(4 << 20)}))
+    rows = first.wait().rows
+    assert [len(row.prompt_logprobs) for row in rows] == [74] * 3
+    assert second.wait().rows == []
+
+
 def test_an_idle_rank_that_is_killed_is_named() -> None:
     executor = start()
     executor.check_health()

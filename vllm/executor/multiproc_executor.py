@@ -167,8 +167,8 @@ class MultiprocExecutor:
         """Find the first cause, end every rank, and raise.
 
         Ranks fall like dominoes: the peers of one that ended fail in their next collective, maybe
-            sooner than the end itself is seen. So all that happens in a short while is gathered
-            before one is named.
+        sooner than the end itself is seen. So all that happens in a short while is gathered before
+        one is named.
         """
         deadline_s = time.monotonic() + _SETTLE_S
         while living := [rank for rank in self._ranks if not rank.has_ended]:

@@ -35,7 +35,7 @@ class RankProcess:
         number: its rank.
         connection: the engine's end of the socket.
         fault: what it said before it ended, or None.
-        ended_s: when its end was noticed (monotonic seconds), 0 while it lives.
+        ended_s: when it failed or its end was noticed (monotonic seconds), 0 while it lives.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class RankProcess:
             return None
         kind, body = wire.split(frame)
         if kind == wire.ERROR:
-            self.fault = pickle.loads(body)
-            self.ended_s = time.monotonic()
+            self.fault = fault = pickle.loads(body)
+            self.ended_s = fault.time_s
             return None
         return frame
 

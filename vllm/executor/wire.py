@@ -31,11 +31,13 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
         error: the exception if it is one of this project's own, else None.
         summary: type and message in one line.
         traceback: the traceback as text.
+        time_s: when it happened; the monotonic clock is one for all processes of a machine.
     """
 
     error: Exception | None
     summary: str
     traceback: str
+    time_s: float
 
 
 class UnsendableProcessor:

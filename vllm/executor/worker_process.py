@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import select
 import signal
 import threading
+import time
 import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
@@ -27,25 +28,31 @@ def run_rank(socket_fd: int) -> None:
     """Serve one rank over the socket; returns when told to quit, exits with 1 after an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
     connection = Connection(socket_fd)
-    threading.Thread(target=_die_with_engine, args=(socket_fd,), daemon=True).start()
-    kind, body = wire.split(connection.recv_bytes())
+    frames: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
+    kind, body = wire.split(frames.get())
     assert kind == wire.CONFIG, f"the first frame must be the config, got {kind!r}"
     config, rank, init_method = pickle.loads(body)
     try:
-        _serve(connection, config, rank, init_method)
-    except (EOFError, ConnectionError):
-        os._exit(1)  # the engine is gone
+        _serve(connection, frames, config, rank, init_method)
     except Exception as exc:
         fault = wire.RankFault(
             error=exc if isinstance(exc, VllmError) else None,
             summary=f"{type(exc).__name__}: {exc}",
             traceback=traceback.format_exc(),
+            time_s=time.monotonic(),
         )
         connection.send_bytes(wire.pack(wire.ERROR, fault))
         os._exit(1)  # without waiting for peers that will never answer
 
 
-def _serve(connection: Connection, config: EngineConfig, rank: int, init_method: str) -> None:
+def _serve(
+    connection: Connection,
+    frames: SimpleQueue[bytes],
+    config: EngineConfig,
+    rank: int,
+    init_method: str,
+) -> None:
     if rank != 0:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # rank 0 says it once
         config = replace(config, load_config=replace(config.load_config, use_tqdm=False))
@@ -57,7 +64,7 @@ def _serve(connection: Connection, config: EngineConfig, rank: int, init_method:
     connection.send_bytes(wire.pack(wire.REPORT, worker.load()))
     decode_plan = wire.make_plan_decoder(rank)
     while True:
-        kind, body = wire.split(connection.recv_bytes())
+        kind, body = wire.split(frames.get())
         if kind == wire.PLAN:
             output = worker.execute(decode_plan(body))
             if rank == 0:
@@ -72,9 +79,13 @@ def _serve(connection: Connection, config: EngineConfig, rank: int, init_method:
             raise AssertionError(f"unknown frame {kind!r}")
 
 
-def _die_with_engine(socket_fd: int) -> None:
-    """End this process when the engine's end of the socket closes, whatever it is doing."""
-    poller = select.poll()
-    poller.register(socket_fd, select.POLLRDHUP)
-    poller.poll()
-    os._exit(1)
+def _read_frames(connection: Connection, frames: SimpleQueue[bytes]) -> None:
+    """Take frames in as they come, so that neither side ever waits for the other to read.
+
+    When the engine's end closes, this process ends, whatever it is doing.
+    """
+    try:
+        while True:
+            frames.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(1)
