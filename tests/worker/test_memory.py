@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from vllm.cache_spec import CacheField, Full, LayerCacheSpec
+from vllm.core.capacity import make_layout, make_uniform_groups
 from vllm.errors import ConfigError, OutOfMemoryError
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import parse_cpus
+from vllm.types import DType
 from vllm.worker.memory import (
     GIB,
     choose_cpu_cache_bytes,
@@ -69,8 +72,31 @@ def test_a_cpu_cache_that_was_asked_for_is_given_or_refused() -> None:
         choose_cpu_cache_bytes(wanted_bytes=12 * GIB, **sizes)
 
 
-def test_useful_bytes_count_whole_blocks() -> None:
-    assert count_useful_bytes(100, 16, 3, 17) == 100 * 32 * 3
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 256])
+@pytest.mark.parametrize("max_model_len", [1, 17, 100, 2048, 8192])
+@pytest.mark.parametrize("block_tokens", [1, 16, 128])
+def test_useful_bytes_hold_every_sequence_at_full_length(
+    max_num_seqs: int, max_model_len: int, block_tokens: int
+) -> None:
+    """What the worker calls enough is enough for the layout, with little to spare."""
+    for layers, heads, size in ((1, 1, 32), (30, 3, 64), (48, 8, 128)):
+        k, v = (CacheField(name=n, shape=(heads, size), dtype=DType.BFLOAT16) for n in "kv")
+        specs = [LayerCacheSpec(layer=i, fields=(k, v), lifetime=Full()) for i in range(layers)]
+        groups = make_uniform_groups(specs, block_tokens)
+        useful_bytes = count_useful_bytes(
+            block_bytes=groups[0].block_bytes,
+            block_tokens=block_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        layout, report = make_layout(
+            [groups], [useful_bytes], max_model_len=max_model_len, max_num_batched_tokens=512
+        )
+        assert max_num_seqs <= report.max_concurrency
+        per_sequence = -(-max_model_len // block_tokens) * groups[0].block_bytes
+        filled = per_sequence * max_num_seqs
+        assert useful_bytes <= filled * 1.04 + 2 * groups[0].block_bytes
+        assert layout.num_superblocks > 0
 
 
 def test_threads_are_shared_out_or_bound() -> None:

@@ -71,8 +71,12 @@ def choose_gpu_cache_bytes(
 
 
 def count_useful_bytes(
-    token_bytes: int, block_tokens: int, max_num_seqs: int, max_model_len: int
+    *, block_bytes: int, block_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Return what `max_num_seqs` sequences of `max_model_len` tokens fill, in whole blocks."""
-    blocks = -(-max_model_len // block_tokens) * max_num_seqs
-    return blocks * block_tokens * token_bytes
+    """Return what `max_num_seqs` sequences of `max_model_len` tokens fill.
+
+    Counts whole blocks, and room for the superblock of pad blocks and the tail that is no
+    superblock: the arena is cut into 64 or more of them, or into single blocks where it is small.
+    """
+    filled = -(-max_model_len // block_tokens) * max_num_seqs * block_bytes
+    return filled + max(2 * block_bytes, filled // 31)

@@ -18,7 +18,7 @@ from vllm.attention.backends.abstract import KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.attention.layer import Attention
 from vllm.attention.selector import resolve_kernels
-from vllm.cache_spec import CacheLayout, LayerCacheSpec
+from vllm.cache_spec import CacheLayout, LayerCacheSpec, make_group
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
@@ -151,12 +151,12 @@ class Worker:
 
     def _choose_cache_bytes(self) -> int:
         cache, scheduler = self._config.cache_config, self._config.scheduler_config
-        useful_bytes = sum(
-            count_useful_bytes(
-                spec.token_bytes, cache.block_size, scheduler.max_num_seqs, scheduler.max_model_len
-            )
-            + spec.sequence_bytes * scheduler.max_num_seqs
-            for spec in self._specs
+        owners = [spec for spec in self._specs if spec.fields]
+        useful_bytes = count_useful_bytes(
+            block_bytes=make_group("all", owners, cache.block_size).block_bytes if owners else 0,
+            block_tokens=cache.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=scheduler.max_model_len,
         )
         wanted_bytes = cache.cache_bytes or int(envs.VLLM_CPU_KVCACHE_SPACE * GIB)
         return choose_cpu_cache_bytes(
