@@ -1,7 +1,8 @@
-"""Builds the compiled ops through CMake; everything else about the package stands in pyproject.toml.
+"""Builds the compiled ops through CMake; all else about the package stands in pyproject.toml.
 
-Environment: VLLM_TARGET_DEVICE = auto (default) | cpu | cuda | empty; MAX_JOBS = parallel compiler jobs;
-CMAKE_BUILD_TYPE = Release (default) | RelWithDebInfo | Debug; CMAKE_ARGS = more arguments for cmake.
+Environment: VLLM_TARGET_DEVICE = auto (default) | cpu | cuda | empty; MAX_JOBS = compiler processes
+at once; CMAKE_BUILD_TYPE = Release (default) | RelWithDebInfo | Debug; CMAKE_ARGS = more arguments
+for cmake.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def find_nvcc() -> str | None:
 def resolve_device() -> str:
     """Return which libraries are built: "cpu", "cuda" (both libraries) or "empty" (none).
 
-    auto takes cuda where the sources and nvcc are there, else cpu; "empty" off Linux, since the package
-    then only serves to read configs and clients.
+    auto takes cuda where the sources and nvcc are there, else cpu; "empty" off Linux, since the
+    package then only serves to read configs and clients.
     """
     asked = os.environ.get("VLLM_TARGET_DEVICE", "auto").strip().lower()
     if asked not in DEVICES:
@@ -45,8 +46,8 @@ def resolve_device() -> str:
         return "cuda" if has_cuda_sources and find_nvcc() else "cpu"
     if asked == "cuda" and not find_nvcc():
         raise SystemExit(
-            "VLLM_TARGET_DEVICE=cuda needs nvcc on the PATH or in CUDA_HOME/bin, and there is none; "
-            "install the CUDA toolkit, or build with VLLM_TARGET_DEVICE=cpu"
+            "VLLM_TARGET_DEVICE=cuda needs nvcc on the PATH or in CUDA_HOME/bin, and there is "
+            "none; install the CUDA toolkit, or build with VLLM_TARGET_DEVICE=cpu"
         )
     return asked
 
@@ -61,6 +62,16 @@ def count_jobs() -> int:
     return max(1, int(asked)) if asked else len(os.sched_getaffinity(0))
 
 
+def drop_stale_cache(work: Path, tools: list[str]) -> None:
+    """Empty CMake's folder if it was made with other tools, as every isolated build of pip's is.
+
+    CMake keeps the paths it found first, also of an environment that is gone.
+    """
+    cache = work / "CMakeCache.txt"
+    if cache.is_file() and not all(tool in cache.read_text() for tool in tools):
+        shutil.rmtree(work)
+
+
 class CMakeBuild(build_ext):
     """Configures once and lets CMake build every library into the package folder."""
 
@@ -70,9 +81,13 @@ class CMakeBuild(build_ext):
             return
         cmake = shutil.which("cmake")
         if cmake is None:
-            raise SystemExit("cmake is needed to build the ops and was not found; pip install cmake ninja")
+            raise SystemExit(
+                "cmake is needed to build the ops and was not found; pip install cmake ninja"
+            )
         package = ROOT / "vllm" if self.inplace else Path(self.build_lib).resolve() / "vllm"
+        ninja = shutil.which("ninja")
         work = Path(self.build_temp).resolve() / "cmake"
+        drop_stale_cache(work, [cmake, sys.executable, *([ninja] if ninja else [])])
         work.mkdir(parents=True, exist_ok=True)
         package.mkdir(parents=True, exist_ok=True)
         configure = [
@@ -87,8 +102,8 @@ class CMakeBuild(build_ext):
             f"-DVLLM_OUTPUT_DIR={package}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        if shutil.which("ninja"):
-            configure += ["-G", "Ninja"]
+        if ninja:
+            configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         if nvcc := find_nvcc():
             configure.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
         subprocess.run(configure, check=True)
