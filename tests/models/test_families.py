@@ -9,6 +9,8 @@ from tests.models.compare import assert_follows, make_prompts
 from tests.models.conftest import CheckpointSet
 from tests.models.families import FAMILIES, load_ours
 from tests.utils.paged_driver import PagedDriver
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.table import ARCHITECTURES
 
 KERNEL = "cpu"
@@ -72,3 +74,13 @@ def test_blocks_of_other_sizes(checkpoints: CheckpointSet) -> None:
         model = load_ours(made.config, made.weights)
         driver = PagedDriver(model, kernel=KERNEL, block_tokens=block_tokens)
         assert_follows(made.reference, prompts, driver.generate(prompts, 24))
+
+
+def test_gemma_rounds_its_embedding_scale_to_the_dtype(checkpoints: CheckpointSet) -> None:
+    """sqrt(96) is 9.798; transformers multiplies bfloat16 embeddings by 9.8125."""
+    config = {**checkpoints.get("gemma2").config, "hidden_size": 96, "num_hidden_layers": 0}
+    cls, _ = ModelRegistry.resolve_model_cls("Gemma2ForCausalLM")
+    model = cls({**config, "layer_types": []}, dtype=torch.bfloat16, tp=TensorParallel.single())
+    model.embed.parameter("weight").fill_(1.0)
+    scaled = model.embed_tokens(torch.tensor([3, 4]))
+    assert torch.equal(scaled, torch.full((2, 96), 9.8125, dtype=torch.bfloat16))

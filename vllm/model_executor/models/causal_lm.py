@@ -124,15 +124,20 @@ class CausalLM(nn.Module, ABC):
     def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """See TextModel."""
         self._ropes.reserve(batch.max_seq_len)
-        residual_TE = self.embed(batch.input_ids)
-        if self._embed_scale != 1.0:
-            residual_TE = residual_TE * self._embed_scale
+        residual_TE = self.embed_tokens(batch.input_ids)
         delta_TE: Tensor | None = None
         for block in self.blocks:
             delta_TE, residual_TE = block(delta_TE, residual_TE, batch, attention)
         if delta_TE is None:
             return self.norm(residual_TE)
         return self.norm.add_and_norm(delta_TE, residual_TE)
+
+    def embed_tokens(self, ids_T: Tensor) -> Tensor:
+        """Return the scaled embeddings that the first layer reads, [T, E]."""
+        embeddings_TE = self.embed(ids_T)
+        if self._embed_scale == 1.0:
+            return embeddings_TE
+        return embeddings_TE * self._embed_scale
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
         """See TextModel."""
