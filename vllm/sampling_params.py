@@ -18,6 +18,16 @@ import msgspec
 
 from vllm.errors import RequestError
 from vllm.logger import init_logger, warn_once
+from vllm.utils.field_checks import (
+    check_int,
+    check_range,
+    parse_bias,
+    parse_count,
+    parse_eos_ids,
+    parse_json_schema,
+    parse_list,
+    parse_token_keys,
+)
 
 logger = init_logger(__name__)
 
@@ -103,7 +113,7 @@ class GuidedDecodingParams(msgspec.Struct, omit_defaults=True):
         if json is None and not (regex or choice or grammar or json_object):
             return None
         return cls(
-            json=_as_json_schema(json),
+            json=parse_json_schema(json),
             regex=regex,
             choice=choice,
             grammar=grammar,
@@ -111,20 +121,6 @@ class GuidedDecodingParams(msgspec.Struct, omit_defaults=True):
             backend=backend,
             whitespace_pattern=whitespace_pattern,
         )
-
-
-def _as_json_schema(value: Any) -> str | dict[str, Any] | None:
-    if value is None or isinstance(value, (str, dict)):
-        return value
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "model_json_schema"):  # a pydantic class or object
-        schema: dict[str, Any] = value.model_json_schema()
-        return schema
-    raise RequestError(
-        f"a JSON schema must be text, a dict or a pydantic model, not {type(value).__name__}",
-        param="guided_json",
-    )
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
@@ -218,36 +214,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         bad_words: list[str] | None = None,
     ) -> SamplingParams:
         """Build from values of which None stands for the default; ids in logit_bias may be text."""
-        return cls(
-            n=1 if n is None else n,
-            best_of=best_of,
-            presence_penalty=0.0 if presence_penalty is None else presence_penalty,
-            frequency_penalty=0.0 if frequency_penalty is None else frequency_penalty,
-            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
-            temperature=1.0 if temperature is None else temperature,
-            top_p=1.0 if top_p is None else top_p,
-            top_k=-1 if top_k is None else top_k,
-            min_p=0.0 if min_p is None else min_p,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            include_stop_str_in_output=include_stop_str_in_output,
-            ignore_eos=ignore_eos,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            detokenize=detokenize,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-            logits_processors=logits_processors,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            output_kind=output_kind,
-            guided_decoding=guided_decoding,
-            logit_bias=_integer_keys(logit_bias),
-            allowed_token_ids=allowed_token_ids,
-            bad_words=bad_words,
-        )
+        given = {name: value for name, value in locals().items() if name != "cls"}
+        defaults = zip(cls.__struct_fields__, cls.__struct_defaults__, strict=True)
+        fields = {n: d if given.get(n) is None else given[n] for n, d in defaults}
+        fields["max_tokens"] = max_tokens  # here None is a value of its own
+        fields["logit_bias"] = parse_token_keys(logit_bias)
+        return cls(**fields)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
@@ -268,14 +240,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return cls(**values)
 
     def __post_init__(self) -> None:
-        self.stop = _as_list(self.stop, "stop", str)
-        self.stop_token_ids = _as_list(self.stop_token_ids, "stop_token_ids", int)
-        self.bad_words = _as_list(self.bad_words, "bad_words", str)
+        self.stop = parse_list(self.stop, "stop", str)
+        self.stop_token_ids = parse_list(self.stop_token_ids, "stop_token_ids", int)
+        self.bad_words = parse_list(self.bad_words, "bad_words", str)
         if self.seed == -1:
             self.seed = None
-        self.logprobs = _count(self.logprobs)
-        self.prompt_logprobs = _count(self.prompt_logprobs)
-        self.logit_bias = _clamped_bias(self.logit_bias)
+        self.logprobs = parse_count(self.logprobs)
+        self.prompt_logprobs = parse_count(self.prompt_logprobs)
+        self.logit_bias = parse_bias(self.logit_bias)
         self.verify()
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             warn_once(
@@ -299,20 +271,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, low=1)
+        check_int("n", self.n, low=1)
         if self.best_of is not None:
-            _check_int("best_of", self.best_of, low=1)
+            check_int("best_of", self.best_of, low=1)
             if self.best_of < self.n:
                 raise RequestError(
                     f"best_of must be at least n, got best_of={self.best_of} and n={self.n}",
                     param="best_of",
                 )
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
-        _check_range("temperature", self.temperature, 0.0, math.inf)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        check_range("temperature", self.temperature, 0.0, math.inf)
+        check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_range("min_p", self.min_p, 0.0, 1.0)
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool):
             raise TypeError(f"top_k must be an integer, got {type(self.top_k).__name__}")
         if self.top_k != -1 and self.top_k < 1:
@@ -320,12 +292,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 f"top_k must be -1 (off) or at least 1, got {self.top_k}", param="top_k"
             )
         if self.seed is not None:
-            _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1)
+            check_int("seed", self.seed, low=-(2**63), high=2**63 - 1)
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
-        _check_int("min_tokens", self.min_tokens, low=0)
+            check_int("max_tokens", self.max_tokens, low=1)
+        check_int("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens, got min_tokens={self.min_tokens} and "
@@ -333,11 +305,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 param="min_tokens",
             )
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0)
+            check_int("logprobs", self.logprobs, low=0)
         if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, low=0)
+            check_int("prompt_logprobs", self.prompt_logprobs, low=0)
         if self.truncate_prompt_tokens is not None:
-            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, low=1)
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, low=1)
 
     def _check_lists(self) -> None:
         if any(not text for text in self.stop or ()):
@@ -400,21 +372,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         """
         if self.ignore_eos:
             return
-        extra = extra_eos_ids(generation_config, eos_token_id)
-        known = self.stop_token_ids or []
-        self.stop_token_ids = [*known, *(i for i in extra if i not in known)]
+        extra = parse_eos_ids(generation_config.get("eos_token_id"))
+        known = [*(self.stop_token_ids or ()), eos_token_id]
+        self.stop_token_ids = known[:-1] + [i for i in extra if i not in known]
 
     def clone(self) -> SamplingParams:
         """Return a deep copy that shares the logits processors (they may not be copyable)."""
         shared = {id(p): p for p in self.logits_processors or ()}
         return copy.deepcopy(self, memo=shared)
-
-
-def extra_eos_ids(generation_config: Mapping[str, Any], eos_token_id: int | None) -> list[int]:
-    """Return the end tokens of generation_config.json, without the tokenizer's own."""
-    value = generation_config.get("eos_token_id")
-    ids = [value] if isinstance(value, int) else list(value or ())
-    return [i for i in ids if i != eos_token_id]
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
@@ -428,68 +393,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("beam_width", self.beam_width, low=1)
-        _check_int("max_tokens", self.max_tokens, low=1)
-        _check_range("temperature", self.temperature, 0.0, math.inf)
-        _check_range("length_penalty", self.length_penalty, -math.inf, math.inf)
-
-
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        upper = "" if high is None else f" and at most {high}"
-        raise RequestError(f"{name} must be at least {low}{upper}, got {value}", param=name)
-
-
-def _check_range(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    allowed = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise RequestError(f"{name} must be a number in {allowed}, got {value!r}", param=name)
-    is_low = value <= low if open_low else value < low
-    if math.isnan(value) or math.isinf(value) or is_low or value > high:
-        raise RequestError(f"{name} must be in {allowed}, got {value}", param=name)
-
-
-def _count(value: int | bool | None) -> int | None:
-    return 1 if value is True else None if value is False else value
-
-
-def _as_list(value: Any, name: str, item: type) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, item):
-        return [value]
-    items = list(value) if isinstance(value, (list, tuple, set)) else None
-    if items is None or not all(isinstance(v, item) and not isinstance(v, bool) for v in items):
-        raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}", param=name)
-    return items
-
-
-def _integer_keys(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
-    if bias is None:
-        return None
-    result = {}
-    for key, value in bias.items():
-        try:
-            result[int(key)] = value
-        except (TypeError, ValueError):
-            raise RequestError(
-                f"logit_bias is keyed by token id, got {key!r}", param="logit_bias"
-            ) from None
-    return result
-
-
-def _clamped_bias(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
-    checked = _integer_keys(bias)
-    if checked is None:
-        return None
-    for token_id, value in checked.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
-            raise RequestError(
-                f"logit_bias of token {token_id} must be a number, got {value!r}",
-                param="logit_bias",
-            )
-    return {i: min(100.0, max(-100.0, float(v))) for i, v in checked.items()}
+        check_int("beam_width", self.beam_width, low=1)
+        check_int("max_tokens", self.max_tokens, low=1)
+        check_range("temperature", self.temperature, 0.0, math.inf)
+        check_range("length_penalty", self.length_penalty, -math.inf, math.inf)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -16,7 +12,7 @@ from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the w
 from tests.utils.tiny_models import TinyModels
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from vllm.engine.client import ProcessCore
-from vllm.errors import ConfigError, EngineDeadError, RequestError
+from vllm.errors import RequestError
 from vllm.sampling_params import (
     BeamSearchParams,
     GuidedDecodingParams,
@@ -286,134 +282,3 @@ def test_state_and_config(engine: AsyncLLMEngine, run) -> None:
     run(go())
     assert engine.is_running
     assert not engine.errored
-
-
-# -- the end of an engine process -----------------------------------------------------------------
-
-
-def make_process_engine(model: object, **options) -> tuple[AsyncLLMEngine, ProcessCore]:
-    config = args(model, **options).create_engine_config()
-    core = ProcessCore(config)
-    return AsyncLLMEngine(config, core), core
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_for_end(pid: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not has_ended(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.02)
-
-
-def test_a_killed_engine_process_is_noticed_at_once(tiny_models: TinyModels) -> None:
-    engine, core = make_process_engine(tiny_models.loop())
-
-    async def go() -> None:
-        streams = [engine.generate(LONG, greedy(max_tokens=None), f"r{i}") for i in range(4)]
-        await asyncio.gather(*(anext(s) for s in streams))
-        killed_s = time.monotonic()
-        os.kill(core.pid, signal.SIGKILL)
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
-                await collect(stream)
-        assert time.monotonic() - killed_s < 2
-        assert engine.errored
-        assert not engine.is_running
-        assert not (await engine.stats()).scheduler_running
-        for attempt in (engine.check_health(), collect(engine.generate(LONG, greedy(), "later")),
-                        engine.abort("r0")):  # fmt: skip
-            with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
-                await attempt
-
-    asyncio.run(asyncio.wait_for(go(), 30))
-    engine.shutdown()
-    engine.shutdown()
-
-
-def test_a_stuck_engine_process_is_noticed(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_RPC_TIMEOUT", "1500")
-    engine, core = make_process_engine(tiny_models.loop())
-
-    async def go() -> None:
-        stream = engine.generate(LONG, greedy(max_tokens=None), "r")
-        await anext(stream)
-        os.kill(core.pid, signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match="has not been heard of"):
-            await collect(stream)
-
-    asyncio.run(asyncio.wait_for(go(), 30))
-    os.kill(core.pid, signal.SIGCONT)
-    engine.shutdown()
-    wait_for_end(core.pid, 20)
-
-
-def test_a_failing_step_ends_the_engine_with_its_cause(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.worker.model_runner import ModelRunner
-
-    engine = AsyncLLMEngine.from_engine_args(args(tiny_models.loop()))
-
-    def fail(self, plan):
-        raise RuntimeError("the device is on fire")
-
-    async def go() -> None:
-        stream = engine.generate(LONG, greedy(max_tokens=None), "r")
-        await anext(stream)
-        monkeypatch.setattr(ModelRunner, "execute", fail)
-        with pytest.raises(EngineDeadError, match="the device is on fire"):
-            await collect(stream)
-        with pytest.raises(EngineDeadError, match="the device is on fire"):
-            await engine.check_health()
-
-    asyncio.run(asyncio.wait_for(go(), 30))
-    engine.shutdown()
-
-
-@pytest.mark.parametrize("in_own_process", [True, False])
-def test_a_start_that_fails_says_why(tiny_models: TinyModels, in_own_process: bool) -> None:
-    with pytest.raises(ConfigError, match="lower max_model_len"):
-        AsyncLLMEngine.from_engine_args(
-            AsyncEngineArgs(
-                model=str(tiny_models.loop()), num_gpu_blocks_override=4, dtype="float32"
-            ),
-            in_own_process=in_own_process,
-        )
-
-
-PARENT = """
-import sys, time
-from vllm import AsyncEngineArgs, AsyncLLMEngine
-from vllm.engine.client import ProcessCore
-args = AsyncEngineArgs(model=sys.argv[1], dtype="float32", num_gpu_blocks_override=64)
-config = args.create_engine_config()
-core = ProcessCore(config)
-engine = AsyncLLMEngine(config, core)
-print(core.pid, "torch" in sys.modules, flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_engine_process_ends_with_its_parent(tiny_models: TinyModels) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tiny_models.loop())], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert parent.stdout is not None
-        pid, has_torch = parent.stdout.readline().split()
-        assert has_torch == "False", "the API process stays light"
-        assert not has_ended(int(pid))
-    finally:
-        parent.kill()
-        parent.wait()
-    wait_for_end(int(pid), 5)

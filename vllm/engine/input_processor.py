@@ -19,9 +19,10 @@ from vllm.engine.messages import AddRequest, GrammarKind, GrammarSpec
 from vllm.errors import RequestError
 from vllm.inputs import ParsedPrompt, parse_prompt
 from vllm.logger import init_logger, warn_once
-from vllm.sampling_params import GuidedDecodingParams, SamplingParams, extra_eos_ids
+from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.sequence import SequenceRequest
 from vllm.step import RowSampling
+from vllm.utils.field_checks import parse_eos_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,8 @@ class InputProcessor:
         self._random = random.Random(model_config.seed)
         self.max_prompt_len = model_config.max_model_len - 1
         self.eos_token_id = _find_eos_id(model_config, tokenizer)
-        self._extra_eos_ids = extra_eos_ids(model_config.generation_config, self.eos_token_id)
+        named = parse_eos_ids(model_config.generation_config.get("eos_token_id"))
+        self._extra_eos_ids = [i for i in named if i != self.eos_token_id]
 
     def process(
         self,
@@ -293,7 +295,5 @@ def _find_eos_id(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None)
     if tokenizer is not None:
         token_id = tokenizer.eos_token_id
         return token_id if isinstance(token_id, int) else None
-    token_id = config.hf_config.get("eos_token_id")
-    if isinstance(token_id, list):
-        return token_id[0] if token_id else None
-    return token_id
+    named = parse_eos_ids(config.hf_config.get("eos_token_id"))
+    return named[0] if named else None

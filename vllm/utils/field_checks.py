@@ -1,0 +1,99 @@
+"""Checks of request fields: each returns the value in one form or says what is allowed.
+
+Used by `vllm/sampling_params.py`. Every error is a RequestError that names the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.errors import RequestError
+
+
+def check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    """Raise RequestError unless `value` is an integer from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise RequestError(f"{name} must be at least {low}{upper}, got {value}", param=name)
+
+
+def check_range(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    """Raise RequestError unless `value` is a finite number from `low` to `high`."""
+    allowed = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise RequestError(f"{name} must be a number in {allowed}, got {value!r}", param=name)
+    is_low = value <= low if open_low else value < low
+    if math.isnan(value) or math.isinf(value) or is_low or value > high:
+        raise RequestError(f"{name} must be in {allowed}, got {value}", param=name)
+
+
+def parse_count(value: int | bool | None) -> int | None:
+    """Return a count; True is 1, False is None."""
+    return 1 if value is True else None if value is False else value
+
+
+def parse_list(value: Any, name: str, item: type) -> list[Any]:
+    """Return a list of `item`, from None, one item, or several."""
+    if value is None:
+        return []
+    if isinstance(value, item):
+        return [value]
+    items = list(value) if isinstance(value, (list, tuple, set)) else None
+    if items is None or not all(isinstance(v, item) and not isinstance(v, bool) for v in items):
+        raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}", param=name)
+    return items
+
+
+def parse_token_keys(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
+    """Return a bias by token id, from ids as numbers or as text."""
+    if bias is None:
+        return None
+    result = {}
+    for key, value in bias.items():
+        try:
+            result[int(key)] = value
+        except (TypeError, ValueError):
+            raise RequestError(
+                f"logit_bias is keyed by token id, got {key!r}", param="logit_bias"
+            ) from None
+    return result
+
+
+def parse_bias(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
+    """Return a bias by token id, its values clamped to [-100, 100]."""
+    checked = parse_token_keys(bias)
+    if checked is None:
+        return None
+    for token_id, value in checked.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
+            raise RequestError(
+                f"logit_bias of token {token_id} must be a number, got {value!r}",
+                param="logit_bias",
+            )
+    return {i: min(100.0, max(-100.0, float(v))) for i, v in checked.items()}
+
+
+def parse_json_schema(value: Any) -> str | dict[str, Any] | None:
+    """Return a JSON schema as text or dict; a pydantic class or object stands for its own."""
+    if value is None or isinstance(value, (str, dict)):
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "model_json_schema"):  # a pydantic class or object
+        schema: dict[str, Any] = value.model_json_schema()
+        return schema
+    raise RequestError(
+        f"a JSON schema must be text, a dict or a pydantic model, not {type(value).__name__}",
+        param="guided_json",
+    )
+
+
+def parse_eos_ids(value: int | list[int] | None) -> list[int]:
+    """Return the end tokens that a config's `eos_token_id` names: none, one or several."""
+    return [value] if isinstance(value, int) else list(value or ())
