@@ -3,6 +3,7 @@
 
 #include "cpu/attention_args.h"
 #include "cpu/attention_plan.h"
+#include "cpu/memory.h"
 
 extern "C" int omp_get_max_threads();
 
@@ -82,8 +83,11 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& key_c
     args.sinks = static_cast<const float*>(sinks->data_ptr());
   }
   if (query.size(0) == 0) return;
-  const AttentionPlan plan =
-      plan_attention(args.batch, num_heads, num_kv_heads, head_size, omp_get_max_threads());
+  thread_local AttentionPlanMemory memory;
+  AttentionPlan plan =
+      plan_attention(memory, args.batch, num_heads, num_kv_heads, head_size, omp_get_max_threads());
+  plan.partials = static_cast<float*>(
+      thread_scratch(Scratch::kPartials, static_cast<size_t>(plan.partial_floats) * sizeof(float)));
   VLLM_CALL_KERNEL(attention, args, plan);
 }
 

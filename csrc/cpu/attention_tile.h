@@ -211,8 +211,8 @@ VLLM_INLINE void add_values(const AttentionArgs& args, const TileMemory<T>& memo
 
 // One block of keys, those in `live` (never none), for all rows of a tile.
 template <typename T>
-VLLM_INLINE void attend_block(const AttentionArgs& args, const TileTask& task,
-                              const TileMemory<T>& memory, int64_t base, uint64_t live) {
+void attend_block(const AttentionArgs& args, const TileTask& task, const TileMemory<T>& memory,
+                  int64_t base, uint64_t live) {
   const int64_t rows = task.tokens * task.group;
   const int64_t count = (64 - __builtin_clzll(live) + 15) / 16 * 16;
   const char* key_rows[kBlockKeys];

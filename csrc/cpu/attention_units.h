@@ -77,9 +77,10 @@ VLLM_INLINE void run_whole_unit(const AttentionArgs& args, const AttentionUnit& 
 }
 
 // Takes units off the plan until none is left. Every thread of a region calls this; the counter
-// must be 0 before and is left beyond the end.
-template <typename T>
-VLLM_INLINE void run_units(const AttentionArgs& args, const AttentionPlan& plan) {
+// must be 0 before and is left beyond the end. `prepare(unit)` runs before a unit, on its thread.
+template <typename T, typename Prepare>
+VLLM_INLINE void run_units(const AttentionArgs& args, const AttentionPlan& plan,
+                           const Prepare& prepare) {
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t rows = group < kTileQueryRows ? kTileQueryRows / group * group : group;
   const TileMemory<T> memory = tile_memory<T>(rows, args.head_size);
@@ -90,6 +91,7 @@ VLLM_INLINE void run_units(const AttentionArgs& args, const AttentionPlan& plan)
     const int64_t end = begin + grain < plan.num_units ? begin + grain : plan.num_units;
     for (int64_t i = begin; i < end; ++i) {
       const AttentionUnit& unit = plan.units[i];
+      prepare(unit);
       if (unit.part < 0) {
         run_whole_unit(args, unit, memory);
       } else {

@@ -11,10 +11,11 @@ void attention(const AttentionArgs& args, const AttentionPlan& plan) {
       plan.num_units < omp_get_max_threads() ? plan.num_units : omp_get_max_threads();
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
+    const auto nothing = [](const AttentionUnit&) {};
     if (args.element == Element::kFloat) {
-      run_units<float>(args, plan);
+      run_units<float>(args, plan, nothing);
     } else {
-      run_units<bf16>(args, plan);
+      run_units<bf16>(args, plan, nothing);
     }
   }
 }

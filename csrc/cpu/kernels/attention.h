@@ -53,13 +53,15 @@ struct AttentionUnit {
 struct AttentionPlan {
   const AttentionUnit* units;
   int64_t num_units;
-  int64_t grain;       // units taken at once
-  int32_t* next_unit;  // shared counter, 0 at the start of a layer
+  int64_t grain;        // units taken at once
+  bool has_whole_rows;  // each unit holds all new tokens of its row, and all their keys
+  int32_t* next_unit;   // shared counter, 0 at the start of a layer
   // Items whose parts are computed apart: parts of each, parts still missing, where results wait.
   const int32_t* num_parts;
   int32_t* missing_parts;
   const int64_t* partial_starts;  // in floats
-  float* partials;
+  int64_t partial_floats;         // room that `partials` must have
+  float* partials;                // given by the caller
 };
 
 struct AttentionArgs {

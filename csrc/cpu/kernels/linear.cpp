@@ -1,36 +1,13 @@
 // out = x · W^T + bias over a packed weight.
 #include "cpu/kernels/linear.h"
 
-#include "cpu/gemm.h"
+#include "cpu/gemm_share.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 
 namespace VLLM_KERNEL_NAMESPACE {
 
 namespace {
-
-template <typename T, typename Out>
-struct LinearStore {
-  Out* out;
-  int64_t stride, n;
-  const T* bias;
-  int64_t column;  // first column of the block
-
-  VLLM_INLINE void operator()(int64_t row, int v, Vec value) const {
-    const int64_t c = column + v * kLanes;
-    Out* p = out + row * stride + c;
-    if (c + kLanes <= n) {
-      if (bias != nullptr) value = add(value, load(bias + c));
-      if constexpr (sizeof(Out) != sizeof(T)) value = round_to<T>(value);
-      store(p, value);
-    } else if (c < n) {
-      const int64_t rest = n - c;
-      if (bias != nullptr) value = add(value, load_n(bias + c, rest));
-      if constexpr (sizeof(Out) != sizeof(T)) value = round_to<T>(value);
-      store_n(p, value, rest);
-    }
-  }
-};
 
 // A copy of x whose rows do not collide in the cache.
 template <typename T>
@@ -44,39 +21,22 @@ const T* spread_rows(const T* x, int64_t stride, int64_t rows, int64_t k, int64_
 }
 
 template <typename T, typename Out>
-void linear_share(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t block_begin,
-                  int64_t block_end) {
-  const T* packed = static_cast<const T*>(args.packed);
-  const int64_t block_size = block_elements<T>(args.k);
-  for (int64_t row = row_begin; row < row_end; row += kRowsOfCache) {
-    const int64_t rows = row_end - row < kRowsOfCache ? row_end - row : kRowsOfCache;
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    int64_t x_stride = args.x_stride;
-    if (rows_collide<T>(x_stride, rows)) {
-      x_stride = args.k + 64 / static_cast<int64_t>(sizeof(T));
-      x = spread_rows(x, args.x_stride, rows, args.k, x_stride);
-    }
-    Out* out = static_cast<Out*>(args.out) + row * args.out_stride;
-    for (int64_t block = block_begin; block < block_end; ++block) {
-      const T* w = packed + block * block_size;
-      const T* next = block + 1 < block_end ? w + block_size : nullptr;
-      const LinearStore<T, Out> finish{out, args.out_stride, args.n,
-                                       static_cast<const T*>(args.bias), block * kBlockCols};
-      multiply_block(x, x_stride, rows, w, args.k, next, finish);
-    }
-  }
-}
-
-template <typename T, typename Out>
 void linear_all(const LinearArgs& args) {
-  const int64_t blocks = num_blocks(args.n);
 #pragma omp parallel
   {
-    const Grid grid = choose_grid(args.m, blocks, omp_get_num_threads());
-    const int64_t i = omp_get_thread_num() / grid.block_parts;
-    const int64_t j = omp_get_thread_num() % grid.block_parts;
-    linear_share<T, Out>(args, args.m * i / grid.row_parts, args.m * (i + 1) / grid.row_parts,
-                         blocks * j / grid.block_parts, blocks * (j + 1) / grid.block_parts);
+    const T* x = static_cast<const T*>(args.x);
+    int64_t x_stride = args.x_stride;
+    const Share share =
+        share_of(args.m, num_blocks(args.n), omp_get_thread_num(), omp_get_num_threads());
+    const int64_t rows = share.row_end - share.row_begin;
+    if (rows_collide<T>(x_stride, rows)) {
+      x_stride = args.k + 64 / static_cast<int64_t>(sizeof(T));
+      x = spread_rows(x + share.row_begin * args.x_stride, args.x_stride, rows, args.k, x_stride) -
+          share.row_begin * x_stride;
+    }
+    multiply_share(share, x, x_stride, static_cast<const T*>(args.packed), args.k,
+                   static_cast<const T*>(args.bias), static_cast<Out*>(args.out), args.out_stride,
+                   args.n, Ahead{});
   }
 }
 
