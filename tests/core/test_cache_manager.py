@@ -247,3 +247,20 @@ def test_same_content_computed_twice_stays_reachable():
     cache.free(big)
     cache.free(b)
     assert cache.match(SequenceCache(), [*longer, 0], 12).num_tokens == 12
+
+
+def test_the_source_of_a_copy_is_nobody_elses_until_the_step_is_planned():
+    """Its last holder may lose its place in the same step; the copy still reads the block."""
+    cache = make_cache(5)
+    parent = enter(cache, list(range(6)))
+    child = cache.fork(parent, 6)
+    source = parent.tables[0][1]
+    copies: list[BlockCopy] = []
+    cache.extend(child, 6, 1, copies)
+    assert [copy.source for copy in copies] == [source]
+    cache.free(parent)
+    other = enter(cache, list(range(50, 58)))
+    assert source not in other.tables[0]
+    assert cache.extend(other, 8, 1, []) is None
+    cache.finish_step()
+    assert cache.extend(other, 8, 1, []) == ([source],)

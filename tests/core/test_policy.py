@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.core.builders import (
@@ -12,14 +13,15 @@ from tests.core.builders import (
     make_request,
     scheduler_config,
 )
+from tests.utils.fake_executor import FakeExecutor
 from vllm.core.cache_manager import CacheManager
 from vllm.core.policy import PromptDelay, make_policy
 from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 
 
-def first_steps(harness) -> list[str]:
-    """Request ids in the order in which they first entered a step."""
+def first_steps(harness) -> list[int]:
+    """Sequence ids in the order in which they first entered a step."""
     names = {}
     for plan in harness.plans:
         for new in plan.new_rows:
@@ -102,8 +104,6 @@ def test_delay_in_the_scheduler():
     groups = [full_group()]
     cache = CacheManager(groups, layout_of(groups, 40), enable_prefix_caching=False)
     scheduler = Scheduler(scheduler_config(delay_factor=1.0), cache, clock=lambda: now[0])
-    from tests.utils.fake_executor import FakeExecutor
-
     executor = FakeExecutor(groups, layout_of(groups, 40))
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
 
@@ -157,3 +157,66 @@ def test_resumed_sequence_longer_than_the_budget_is_cut_even_then():
     assert harness.scheduler.stats().num_preemptions > 0
     for request in requests:
         assert harness.tokens[request.request_id, 0] == expected_tokens(request, 0, 60)
+
+
+def test_ties_of_priority_go_by_arrival_time_not_by_order_of_addition():
+    harness = full_harness(max_num_seqs=1, policy="priority")
+    late = make_request("late", [1], max_tokens=2)
+    early = msgspec.structs.replace(make_request("early", [2], max_tokens=2), arrival_time=-1.0)
+    harness.scheduler.add(late)
+    harness.scheduler.add(early)
+    harness.run()
+    assert first_steps(harness) == [1, 0]
+
+
+def test_decodes_come_before_the_chunks_of_an_urgent_prompt():
+    harness = full_harness(max_num_batched_tokens=8, policy="priority", max_num_seqs=8)
+    for number in range(4):
+        harness.scheduler.add(make_request(str(number), [number], max_tokens=20, priority=1))
+    harness.step()
+    harness.scheduler.add(make_request("urgent", range(30), max_tokens=2, priority=0))
+    harness.step()
+    harness.step()
+    for plan in harness.plans[1:3]:
+        assert [row.num_new_tokens for row in plan.rows] == [1, 1, 1, 1, 4]
+
+
+def test_prompt_logprobs_are_delivered_once_although_the_prompt_is_recomputed():
+    harness = full_harness(max_num_batched_tokens=8, policy="priority", max_num_seqs=1)
+    harness.scheduler.add(
+        make_request("low", range(1, 31), max_tokens=2, priority=1, prompt_logprobs=1)
+    )
+    harness.step()
+    harness.step()
+    harness.scheduler.add(make_request("high", [1, 2, 3], max_tokens=2, priority=0))
+    harness.run()
+    assert harness.scheduler.stats().num_preemptions == 1
+    positions = [
+        result.prompt_start + i
+        for result in harness.results
+        for i in range(len(result.prompt_logprobs or []))
+    ]
+    assert positions == list(range(1, 30))
+
+
+def test_an_unfinished_prompt_keeps_the_room_it_will_need():
+    harness = full_harness(12, max_num_batched_tokens=16, max_model_len=48, caching=False)
+    harness.scheduler.add(make_request("a", range(40), max_tokens=4))
+    harness.scheduler.add(make_request("b", range(20), max_tokens=4))
+    harness.run()
+    assert harness.scheduler.stats().num_preemptions == 0
+
+
+def test_nobody_enters_in_the_step_in_which_somebody_lost_its_place():
+    harness = full_harness(20, max_num_seqs=6, max_model_len=80)
+    for number in range(6):
+        harness.scheduler.add(make_request(str(number), [number] * 5, max_tokens=60))
+    ended: set[int] = set()
+    while harness.scheduler.has_unfinished:
+        plan = harness.submit()
+        if set(plan.dropped) - ended:
+            assert plan.new_rows == []
+        if not plan.is_empty:
+            harness.collect()
+        ended = {int(name) for name, _ in harness.ends}
+    assert harness.scheduler.stats().num_preemptions > 0

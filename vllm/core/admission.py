@@ -162,8 +162,9 @@ class Doorkeeper:
     def _plan_admission(self, sequence: Sequence, hit: PrefixHit, num_new: int) -> Admission | None:
         """Return blocks for a waiting sequence, or None.
 
-        It enters only if all its tokens find room beside what unfinished prompts still need and the
-        next step of everybody who runs. Each preemption it has suffered doubles that one step.
+        It enters only if all its tokens find room beside the next step of everybody who runs; each
+        preemption it has suffered doubles that one step. (Unfinished prompts need no reserve: while
+        one runs, it takes what is left of the budget.)
         """
         roster, cache = self._roster, self._cache
         goal = len(sequence.token_ids)
@@ -173,9 +174,6 @@ class Doorkeeper:
             steps = 1 << min(sequence.num_preemptions, _MAX_LOOKAHEAD_DOUBLINGS)
             num_rows = len(roster.running) + sequence.state.num_seats
             reserve = cache.growth_blocks(steps * num_rows)
-            for prefilling in roster.prefilling.values():
-                needs = cache.remaining_blocks(prefilling.cache, len(prefilling.token_ids) + 1)
-                reserve = [have + need for have, need in zip(reserve, needs, strict=True)]
         return cache.plan_admission(
             hit,
             num_new,

@@ -116,13 +116,6 @@ class CacheManager:
         """Return, for each group, blocks enough for `num_tokens` more tokens in all."""
         return [manager.num_entries(num_tokens) for manager in self._managers]
 
-    def remaining_blocks(self, cache: SequenceCache, num_tokens: int) -> list[int]:
-        """Return, for each group, the blocks a sequence will still ask for up to `num_tokens`."""
-        return [
-            max(0, manager.num_entries(num_tokens) - len(table))
-            for manager, table in zip(self._managers, cache.tables, strict=True)
-        ]
-
     def plan_admission(
         self,
         hit: PrefixHit,
