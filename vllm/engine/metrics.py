@@ -220,7 +220,7 @@ class StatRecorder:
         """Take the state of the engine and what happened since the last call."""
         if not self.loggers:
             return
-        fresh = engine.num_preemptions - self._num_preemptions
+        fresh = max(0, engine.num_preemptions - self._num_preemptions)
         self._num_preemptions = engine.num_preemptions
         stats = make_stats(engine, steps, fresh)
         for stat_logger in self.loggers.values():
