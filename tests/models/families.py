@@ -169,11 +169,12 @@ def load_ours(
     dtype: torch.dtype = torch.float32,
     tp: TensorParallel | None = None,
     max_model_len: int | None = None,
+    is_fused: bool = True,
 ) -> CausalLM:
     """Build our model of a normalised config and load it."""
     cls, _ = ModelRegistry.resolve_model_cls(config["architectures"])
     model = cls(config, dtype=dtype, tp=tp or TensorParallel.single(), max_model_len=max_model_len)
     report = model.load_weights(weights.items())
     assert not report.unused, report.unused
-    model.finish_loading()
+    model.finish_loading(is_fused=is_fused)
     return model

@@ -248,9 +248,14 @@ class RowParallelLinear(Linear):
             start=self._tp.rank * self.input_size,
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all inputs, so that no other rank has a part of the outputs."""
+        return self._tp.size == 1
+
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return [T, N]: whole on every rank with the bias added once, or this rank's part."""
-        if self._tp.size == 1 or self._is_partial:
+        if self.is_whole or self._is_partial:
             return self.multiply(x_TK, self.bias)
         out_TN = self._tp.all_reduce(self.multiply(x_TK, None))
         return out_TN if self.bias is None else out_TN + self.bias

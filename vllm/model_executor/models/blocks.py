@@ -156,6 +156,7 @@ class MlpBlock(nn.Module):
             tp=context.tp,
             what="intermediate_size",
         )
+        self.activation_name = shape.activation
         self.activation = make_gated_activation(shape.activation)
         self.down = RowParallelLinear(
             size,

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, RopeSet
+from vllm.model_executor.models.fused_run import Stage, make_stages
 from vllm.model_executor.models.shapes import ModelShape
 from vllm.model_executor.models.weight_map import LoadReport, WeightRow, expand_rows, load_weights
 from vllm.types import DType
@@ -89,6 +90,10 @@ class CausalLM(nn.Module, ABC):
             DecoderBlock(index, layer, context) for index, layer in enumerate(shape.layers)
         )
         self.layers = nn.ModuleList(self.blocks)
+        self._attention = tuple(block.attention.attention for block in self.blocks)
+        self._is_fused = False
+        self._stages: tuple[Stage, ...] = self.blocks
+        self._stage_kernels: tuple[str | None, ...] = ()
         self.norm = context.make_norm(shape.hidden_size)
         self.lm_head = None if shape.is_tied else ParallelLMHead(*sizes, dtype=dtype, tp=tp)
         self.logits = LogitsProcessor(
@@ -106,7 +111,7 @@ class CausalLM(nn.Module, ABC):
 
     def attention_layers(self) -> Mapping[int, Attention]:
         """See TextModel."""
-        return {index: block.attention.attention for index, block in enumerate(self.blocks)}
+        return dict(enumerate(self._attention))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> LoadReport:
         """See TextModel."""
@@ -114,8 +119,13 @@ class CausalLM(nn.Module, ABC):
         targets = expand_rows(self.weight_rows, self)
         return load_weights(targets, weights, ignored, self.weight_renames)
 
-    def finish_loading(self) -> None:
-        """See TextModel."""
+    def finish_loading(self, *, is_fused: bool = True) -> None:
+        """See TextModel.
+
+        Args:
+            is_fused: whether runs of layers may become one op; the results are the same bits.
+        """
+        self._is_fused = is_fused
         # Packed weights lie behind one another in memory: in the order in which a step reads them.
         for module in (*self.layers.modules(), self.lm_head or self.embed):
             if isinstance(module, Linear | FusedMoE):
@@ -126,11 +136,19 @@ class CausalLM(nn.Module, ABC):
         self._ropes.reserve(batch.max_seq_len)
         residual_TE = self.embed_tokens(batch.input_ids)
         delta_TE: Tensor | None = None
-        for block in self.blocks:
-            delta_TE, residual_TE = block(delta_TE, residual_TE, batch, attention)
+        for stage in self.plan_stages():
+            delta_TE, residual_TE = stage(delta_TE, residual_TE, batch, attention)
         if delta_TE is None:
             return self.norm(residual_TE)
         return self.norm.add_and_norm(delta_TE, residual_TE)
+
+    def plan_stages(self) -> tuple[Stage, ...]:
+        """Return what a step runs in turn; made anew when a layer is bound to another kernel."""
+        kernels = tuple(layer.kernel for layer in self._attention)
+        if kernels != self._stage_kernels:
+            self._stages = make_stages(self.blocks) if self._is_fused else self.blocks
+            self._stage_kernels = kernels
+        return self._stages
 
     def embed_tokens(self, ids_T: Tensor) -> Tensor:
         """Return the scaled embeddings that the first layer reads, [T, E]."""
