@@ -76,7 +76,7 @@ class FusedRun:
     def _bind(
         self, caches: tuple[LayerCache | None, ...]
     ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Return the run's cache views and groups; an engine's caches are the same in every step."""
+        """Return the cache views and groups; an engine's caches are the same in every step."""
         if caches is not self._bound:
             own = [caches[layer] for layer in self.layers]
             held = [cache for cache in own if cache is not None]
