@@ -7,27 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.utils.chain_checkpoint import build_cases_checkpoint
 from tests.utils.server_process import ServerProcess
 
 API_KEY = "secret-key"
 MIDDLEWARE = "tests.utils.do_nothing_middleware.do_nothing"
 
 
-@pytest.fixture(scope="session")
-def chain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The FX-CHAIN checkpoint of the HTTP cases."""
-    return build_cases_checkpoint(tmp_path_factory.mktemp("chain"))
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(chain_model: Path) -> Iterator[ServerProcess]:
     """A server as most people start it: engine in a process of its own, nothing extra."""
     with ServerProcess(chain_model, "--max-log-len", "20", "--dtype", "float32") as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(chain_model: Path) -> Iterator[ServerProcess]:
     """A server with an API key, a user's middleware, tools, and the engine in its own process."""
     with ServerProcess(

@@ -16,8 +16,10 @@ import numpy as np
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
+_MAX_DISTINCT_TOKENS = 20_000
 MIN_LEN = 4
 MAX_PROMPT_LEN = 1024
 MAX_TOTAL_LEN = 2048
@@ -52,8 +54,7 @@ def sample_random(
 ) -> list[Sample]:
     """Draw prompts of random ordinary tokens; their lengths are counted after re-tokenising."""
     draw = np.random.default_rng(seed)
-    specials = set(tokenizer.all_special_ids)
-    ordinary = np.array([i for i in range(len(tokenizer)) if i not in specials])
+    ordinary = _ordinary_ids(tokenizer, draw)
     prefix = draw.choice(ordinary, shape.prefix_len).tolist()
     low_input = max(1, int(shape.input_len * shape.range_ratio))
     low_output = max(1, int(shape.output_len * shape.range_ratio))
@@ -64,6 +65,16 @@ def sample_random(
         text, length = _make_text(tokenizer, prefix + draw.choice(ordinary, input_len).tolist())
         samples.append(Sample(prompt=text, prompt_len=length, output_len=output_len))
     return samples
+
+
+def _ordinary_ids(
+    tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Return a part of the vocabulary: tokens that are whole characters and not special."""
+    specials = set(tokenizer.all_special_ids)
+    some = draw.permutation(len(tokenizer))[:_MAX_DISTINCT_TOKENS].tolist()
+    whole = [i for i in some if i not in specials and "\ufffd" not in str(tokenizer.decode([i]))]
+    return np.array(whole)
 
 
 def _make_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str, int]:

@@ -1,13 +1,15 @@
-"""The FX-CHAIN tokenizer, and a server around an engine that writes what a test tells it to."""
+"""FX-CHAIN, and a server around an engine that writes what a test tells it to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.utils.chain_checkpoint import build_cases_checkpoint
 from tests.utils.fixtures_models import build_chain_tokenizer
 from tests.utils.http_server import serve_engine
 from tests.utils.scripted_engine import ScriptedEngine
@@ -24,6 +26,12 @@ CHAT_TEMPLATE = (
 def chain_tokenizer() -> Any:
     """The tokenizer of FX-CHAIN with a plain chat template."""
     return build_chain_tokenizer(CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def chain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The FX-CHAIN checkpoint of the HTTP cases."""
+    return build_cases_checkpoint(tmp_path_factory.mktemp("chain"))
 
 
 class Client:
