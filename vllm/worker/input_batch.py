@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.batch import ForwardBatch, GroupBatch
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.step import NewRow, PlanRow, StepPlan
-from vllm.worker.block_table import BlockTable, GroupGeometry, Int32Array, Int64Array
+from vllm.worker.block_table import BlockTable, GroupGeometry, Int64Array
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +75,11 @@ class InputBatch:
         capacity = max(1, max_num_seqs)
         self._device = device
         self._max_tokens = max_model_len + 1  # the token sampled at the last position
-        self._token_ids: Int32Array = np.zeros((capacity, self._max_tokens), dtype=np.int32)
+        self._token_ids: Int64Array = np.zeros((capacity, self._max_tokens), dtype=np.int64)
         self._tables = [BlockTable(g, capacity, self._max_tokens) for g in geometries]
         self._rows: dict[int, BatchRow] = {}
         self._free = list(range(capacity - 1, -1, -1))
+        self._make_ramps(capacity)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,7 +106,11 @@ class InputBatch:
                     table.append(row.index, block_ids)
         sampled = [i for i, row in enumerate(plan_rows) if row.num_samples > 0]
         return StepInput(
-            batch=self._build(plan_rows, rows, sampled, is_decode=order is None),
+            batch=(
+                self._build_decode(plan_rows, rows)
+                if order is None and len(sampled) == len(rows)
+                else self._build_mixed(plan_rows, rows, sampled)
+            ),
             plan_rows=plan_rows,
             rows=rows,
             sampled=sampled,
@@ -120,8 +125,8 @@ class InputBatch:
                 row.num_tokens += 1
                 row.state.append(token)
 
-    def get_tokens(self, row: BatchRow, start: int, stop: int) -> Int32Array:
-        """Return tokens [start, stop) of a row, int32; a view."""
+    def get_tokens(self, row: BatchRow, start: int, stop: int) -> Int64Array:
+        """Return tokens [start, stop) of a row, int64; a view."""
         return self._token_ids[row.index, start:stop]
 
     def _add(self, new: NewRow) -> None:
@@ -147,47 +152,75 @@ class InputBatch:
         for table in self._tables:
             table.grow(2 * old)
         self._free.extend(range(2 * old - 1, old - 1, -1))
+        self._make_ramps(2 * old)
 
-    def _build(
-        self,
-        plan_rows: list[PlanRow],
-        rows: list[BatchRow],
-        sampled: list[int],
-        *,
-        is_decode: bool,
+    def _make_ramps(self, num_rows: int) -> None:
+        """Make 0, 1, 2 …, of which decode steps take the beginning."""
+        self._ramp_32 = torch.arange(num_rows + 1, dtype=torch.int32, device=self._device)
+        self._ramp_64 = torch.arange(num_rows + 1, dtype=torch.int64, device=self._device)
+
+    def _build_decode(self, plan_rows: list[PlanRow], rows: list[BatchRow]) -> ForwardBatch:
+        """Build a step in which every row has one new token and wants the next: the common case.
+
+        Written for few calls: after a forward pass caches are cold, and each costs microseconds.
+        """
+        num_rows = len(rows)
+        lens = [row.num_computed_tokens for row in plan_rows]
+        indices: Int64Array = np.array([row.index for row in rows], dtype=np.int64)
+        positions: Int64Array = np.array(lens, dtype=np.int64)
+        max_seq_len = max(lens) + 1
+        return ForwardBatch(
+            input_ids=self._tensor(self._token_ids[indices, positions]),
+            positions=self._tensor(positions),
+            cu_query_lens=self._ramp_32[: num_rows + 1],
+            seq_lens=self._tensor(np.array(lens, dtype=np.int32) + np.int32(1)),
+            logits_rows=self._ramp_64[:num_rows],
+            groups=self._build_groups(indices, indices, positions, max_seq_len),
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            num_decode_rows=num_rows,
+        )
+
+    def _build_mixed(
+        self, plan_rows: list[PlanRow], rows: list[BatchRow], sampled: list[int]
     ) -> ForwardBatch:
+        """Build any step; decode rows come first."""
         indices: Int64Array = np.array([row.index for row in rows], dtype=np.int64)
         computed: Int64Array = np.array([r.num_computed_tokens for r in plan_rows], dtype=np.int64)
         new: Int64Array = np.array([r.num_new_tokens for r in plan_rows], dtype=np.int64)
         seq_lens = computed + new
-        if is_decode:
-            cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
-            token_rows, positions = indices, computed
-        else:
-            cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
-            np.cumsum(new, out=cu_query_lens[1:])
-            token_rows = np.repeat(indices, new)
-            starts = np.repeat(computed - cu_query_lens[:-1], new)
-            positions = np.arange(len(token_rows), dtype=np.int64) + starts
-        logits_rows = cu_query_lens[1:][sampled].astype(np.int64) - 1
+        cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(new, out=cu_query_lens[1:])
+        token_rows = np.repeat(indices, new)
+        starts = np.repeat(computed - cu_query_lens[:-1], new)
+        positions = np.arange(len(token_rows), dtype=np.int64) + starts
         max_seq_len = int(seq_lens.max())
         return ForwardBatch(
-            input_ids=self._tensor(self._token_ids[token_rows, positions].astype(np.int64)),
+            input_ids=self._tensor(self._token_ids[token_rows, positions]),
             positions=self._tensor(positions),
             cu_query_lens=self._tensor(cu_query_lens),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            logits_rows=self._tensor(logits_rows),
-            groups=tuple(
-                GroupBatch(
-                    block_offsets=self._tensor(table.gather(indices, max_seq_len)),
-                    slots=self._tensor(table.get_slots(token_rows, positions)),
-                    block_tokens=table.geometry.block_tokens,
-                )
-                for table in self._tables
-            ),
+            logits_rows=self._tensor(cu_query_lens[1:][sampled].astype(np.int64) - 1),
+            groups=self._build_groups(indices, token_rows, positions, max_seq_len),
             max_query_len=int(new.max()),
             max_seq_len=max_seq_len,
             num_decode_rows=int(np.count_nonzero(new == 1)),
+        )
+
+    def _build_groups(
+        self,
+        indices: Int64Array,
+        token_rows: Int64Array,
+        positions: Int64Array,
+        max_seq_len: int,
+    ) -> tuple[GroupBatch, ...]:
+        return tuple(
+            GroupBatch(
+                block_offsets=self._tensor(table.gather(indices, max_seq_len)),
+                slots=self._tensor(table.get_slots(token_rows, positions)),
+                block_tokens=table.geometry.block_tokens,
+            )
+            for table in self._tables
         )
 
     def _tensor(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:

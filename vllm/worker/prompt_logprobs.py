@@ -48,9 +48,8 @@ def collect_prompt_logprobs(
         if wanted is None or start >= stop:
             continue
         first = int(step.batch.cu_query_lens[index])
-        targets = torch.from_numpy(input_batch.get_tokens(row, start, stop)).to(
-            hidden_TE.device, torch.int64
-        )
+        tokens = input_batch.get_tokens(row, start, stop)
+        targets = torch.from_numpy(tokens).to(hidden_TE.device)
         entries: list[TokenLogprobs] = []
         for offset in range(0, stop - start, _SLICE_TOKENS):
             ids = targets[offset : offset + _SLICE_TOKENS]

@@ -71,18 +71,16 @@ class Sampler:
             One result for each request, in order.
         """
         if all(r.state.is_plain and r.num_samples == 1 and r.token_mask is None for r in requests):
-            ids, is_bad = _draw(logits_SV, [(r.state, 0) for r in requests])
-            if is_bad is None:
-                return [SampleResult([token]) for token in ids.tolist()]
-            bad = is_bad.tolist()
+            ids, is_good = _draw(logits_SV, [(r.state, 0) for r in requests])
             return [
-                SampleResult([], error=_NO_TOKEN) if bad[i] else SampleResult([token])
-                for i, token in enumerate(ids.tolist())
+                SampleResult([token]) if good else SampleResult([], error=_NO_TOKEN)
+                for token, good in zip(ids.tolist(), is_good, strict=True)
             ]
         errors = _change_logits(logits_SV, requests)
         return _sample_changed(logits_SV, requests, errors)
 
 
+_NEVER = float("-inf")
 _NO_TOKEN = (
     "no token can follow: the model's logits are not numbers, or the masks of the request "
     "(grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, processors) leave none"
@@ -146,8 +144,7 @@ def _sample_changed(
     if len(draws) != len(requests):
         repeats = [row for row, r in enumerate(requests) for _ in range(r.num_samples)]
         logits_SV = logits_SV[torch.tensor(repeats, device=logits_SV.device)]
-    ids, is_bad = _draw(logits_SV, draws)
-    bad = [False] * len(draws) if is_bad is None else is_bad.tolist()
+    ids, is_good = _draw(logits_SV, draws)
     logprobs = _collect_logprobs(logits_SV, draws, ids)
     tokens = ids.tolist()
     results = []
@@ -155,7 +152,7 @@ def _sample_changed(
     for row, request in enumerate(requests):
         span = range(first, first + request.num_samples)
         first += request.num_samples
-        if row in errors or any(bad[i] for i in span):
+        if row in errors or not all(is_good[i] for i in span):
             results.append(SampleResult([], error=errors.get(row, _NO_TOKEN)))
             continue
         has_logprobs = request.state.params.num_logprobs is not None
@@ -171,12 +168,12 @@ def _sample_changed(
 Draw = tuple[SamplingState, int]  # a row's state, and the index of the draw among its samples
 
 
-def _draw(logits_SV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | None]:
+def _draw(logits_SV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, list[bool]]:
     """Draw one token a row.
 
     Returns:
         ids: int64 [S].
-        is_bad: bool [S], rows without any token of finite logit; None if there is no such row.
+        is_good: for each row, whether its token can follow (its logit is a number above -inf).
     """
     ids = torch.empty(len(draws), dtype=torch.int64, device=logits_SV.device)
     if all(state.params.is_greedy for state, _ in draws):
@@ -191,9 +188,8 @@ def _draw(logits_SV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | No
             torch.tensor(seeds, dtype=torch.int64, device=logits_SV.device),
             torch.tensor(offsets, dtype=torch.int64, device=logits_SV.device),
         )
-    chosen = logits_SV.gather(1, ids[:, None])[:, 0]
-    is_good = chosen > float("-inf")  # false for NaN too
-    return ids, None if bool(is_good.all()) else ~is_good
+    chosen = logits_SV.gather(1, ids.unsqueeze(1)).flatten().tolist()
+    return ids, [logit > _NEVER for logit in chosen]  # false for NaN too
 
 
 def _filters(draws: Sequence[Draw], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
