@@ -135,5 +135,7 @@ class _Pulse(threading.Thread):
 
 
 def _die_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: the interpreter would wait for its lock when it ends, and abort.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
