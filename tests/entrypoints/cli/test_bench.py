@@ -133,7 +133,8 @@ def test_serve(
         "--served-model-name", "chain", "--dataset-name", "random", "--random-input-len", "6",
         "--random-output-len", "4", "--num-prompts", "8", "--request-rate", "200",
         "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
-        "--result-filename", "r.json", "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99",
+        "--result-filename", "r.json", "--percentile-metrics", "ttft,tpot,itl,e2el",
+        "--metric-percentiles", "50,99",
         "--metadata", "who=me", "--disable-tqdm", "--ignore-eos",
     ]  # fmt: skip
     assert main(arguments) == 0
