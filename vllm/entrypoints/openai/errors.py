@@ -79,7 +79,7 @@ def api_error(cause: BaseException) -> ApiError:
         return ApiError(str(cause), param=cause.param)
     if isinstance(cause, EngineDeadError):
         return ApiError(
-            f"The engine has ended: {cause}",
+            str(cause),
             status=HTTPStatus.INTERNAL_SERVER_ERROR,
             kind="EngineDeadError",
             code="engine_dead",
