@@ -66,6 +66,7 @@ class Harness:
     layout: CacheLayout
     config: SchedulerConfig
     caching: bool = True
+    grain_tokens: int = 8
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     stop_reasons: dict[tuple[str, int], int | None] = field(default_factory=dict)
@@ -74,7 +75,12 @@ class Harness:
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cache = CacheManager(self.groups, self.layout, enable_prefix_caching=self.caching)
+        self.cache = CacheManager(
+            self.groups,
+            self.layout,
+            enable_prefix_caching=self.caching,
+            grain_tokens=self.grain_tokens,
+        )
         self.scheduler = Scheduler(self.config, self.cache, clock=lambda: 0.0)
         self.executor = FakeExecutor(
             self.groups,

@@ -90,6 +90,20 @@ def check_index(cache: CacheManager) -> None:
     assert cached == known
 
 
+def check_need(harness: Harness, running: list[Sequence]) -> None:
+    """Rows of the newest plan hold what the one function of need says, and no more."""
+    by_id = {s.seq_id: s for s in running}
+    for row in harness.plans[-1].rows if harness.plans else ():
+        sequence = by_id.get(row.seq_id)
+        if sequence is None:
+            continue
+        n, q = row.num_computed_tokens, row.num_new_tokens
+        for manager, table in zip(harness.cache._managers, sequence.cache.tables, strict=True):
+            held = sum(block != NO_BLOCK for block in table)
+            assert held == manager.need(n, q), (n, q, table, manager.group.lifetime)
+            assert len(table) == manager.num_entries(n + q)
+
+
 def check_scheduler(harness: Harness, ended: list[Sequence]) -> None:
     """Seats, ranks and blocks; `ended` are over-runs whose blocks are still out."""
     roster = harness.scheduler._roster
@@ -105,12 +119,7 @@ def check_scheduler(harness: Harness, ended: list[Sequence]) -> None:
     assert all(not s.cache.tables for s in waiting)
     draining = [s for s in sequences if s.status is SequenceStatus.DRAINING]
     assert roster.num_releasing == len(draining) + len(ended)
-    for sequence in running:
-        if not sequence.cache.copy_sources:
-            for manager, table in zip(harness.cache._managers, sequence.cache.tables, strict=True):
-                held = sum(block != NO_BLOCK for block in table)
-                assert held <= manager.need(max(0, sequence.num_computed_tokens - 1), 1)
-                assert len(table) == manager.num_entries(sequence.num_computed_tokens)
+    check_need(harness, running)
     check_references(harness.cache, [*sequences, *ended])
     check_arena(harness.cache.arena)
     check_index(harness.cache)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm.cache_spec import CacheLayout, KVCacheGroup
+from vllm.cache_spec import CacheLayout, KVCacheGroup, Window
 from vllm.step import NewRow, RowOutput, RowSampling, StepOutput, StepPlan, TokenLogprobs
 
 VOCAB = 50
@@ -138,11 +138,11 @@ class FakeExecutor:
                 cells = self._cells[group].setdefault(block, {})
                 cells[position % size] = (position, row.token_ids[position])
 
-    def _history(self, row: _Row, end: int, num_new: int) -> list[int]:
+    def _history(self, row: _Row, end: int) -> list[int]:
         """Return the tokens at 0 … end-1 as the tables of all groups show them."""
         for group, layout in enumerate(self.layout.groups):
             size = layout.block_tokens
-            for position in self.visible(group, end, num_new):
+            for position in self._read_positions(group, row.num_computed, end):
                 block = row.tables[group][position // size]
                 cell = self._cells[group].get(block, {}).get(position % size)
                 expected = (position, row.token_ids[position])
@@ -151,20 +151,28 @@ class FakeExecutor:
                 )
         return row.token_ids[:end]
 
-    def visible(self, group: int, end: int, num_new: int) -> range:
-        """Positions that the row's last new token reads from the cache of a group."""
+    def _read_positions(self, group: int, start: int, end: int) -> Iterable[int]:
+        """Positions that a step from `start` to `end` reads from the cache of a group.
+
+        Windows take the step's own tokens from the fresh keys and values.
+        """
+        lifetime = self.groups[group].lifetime
+        if isinstance(lifetime, Window):
+            first = max(0, start - lifetime.tokens + 1)
+            return (*range(min(lifetime.sinks, start)), *range(first, start))
         return range(end)
 
     def _read(self, row: _Row, num_new: int, num_samples: int) -> RowOutput:
         start = row.num_computed
-        end = row.num_computed = start + num_new
+        end = start + num_new
         self.num_rows_run += 1
         self.num_tokens_run += num_new
         sampling: RowSampling = row.new.sampling
         tokens: list[int] = []
         if row.new.seq_id in self.fail_rows:
             return RowOutput(seq_id=row.new.seq_id, token_ids=[], error="row failed")
-        history = self._history(row, end, num_new)
+        history = self._history(row, end)
+        row.num_computed = end
         if num_samples:
             assert end == len(row.token_ids), "only the last known token is sampled from"
             first = row.new.branch

@@ -28,6 +28,8 @@ from vllm.sequence import NO_BLOCK, SequenceCache
 from vllm.step import BlockCopy
 
 DEFAULT_GRAIN_TOKENS = 64
+NO_GENERATION = -1
+"""Generation of a sequence whose content is not offered to the prefix index."""
 
 NewBlocks = tuple[list[int], ...]
 
@@ -135,8 +137,13 @@ class CacheManager:
         )
         return plan_admission(self._managers, self.arena, self._index, demand)
 
-    def commit_admission(self, cache: SequenceCache, admission: Admission) -> None:
-        """Give an empty cache the blocks of its prefix hit and of its first step."""
+    def commit_admission(
+        self, cache: SequenceCache, admission: Admission, *, may_publish: bool = True
+    ) -> None:
+        """Give an empty cache the blocks of its prefix hit and of its first step.
+
+        Without `may_publish` its content is never cached, so that blocks it gives back are free.
+        """
         num_computed = admission.num_computed
         for group, block in admission.shared:
             self._hold(group, block)
@@ -147,7 +154,7 @@ class CacheManager:
             for manager in self._managers
         ]
         cache.num_published_tokens = num_computed
-        cache.generation = self._generation
+        cache.generation = self._generation if may_publish else NO_GENERATION
         self._grow(cache, num_computed, admission.num_new)
 
     def extend(
@@ -205,16 +212,19 @@ class CacheManager:
         sources: list[list[int]] = []
         for group, manager in enumerate(self._managers):
             first, last = manager.num_entries(num_shared), manager.num_entries(num_tokens)
-            tables.append(cache.tables[group][:first])
-            sources.append(cache.tables[group][first:last])
-            for block in cache.tables[group][:last]:
+            table = cache.tables[group][:last]
+            for position in range(manager.first_mortal_entry, manager.num_dead_entries(num_tokens)):
+                table[position] = NO_BLOCK
+            for block in table:
                 if block != NO_BLOCK:
                     self._hold(group, block)
+            tables.append(table[:first])
+            sources.append(table[first:])
         num_published = min(cache.num_published_tokens, num_shared)
         return SequenceCache(
             salt=cache.salt,
             tables=tables,
-            num_dead=list(cache.num_dead),
+            num_dead=[manager.num_dead_entries(num_tokens) for manager in self._managers],
             copy_sources=sources if any(sources) else [],
             generation=cache.generation,
             num_published_tokens=num_published,
@@ -262,7 +272,7 @@ class CacheManager:
         return self.arena.take_changed_owner()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; what running sequences hold stays theirs and is not cached."""
+        """Forget every cached prefix; what running sequences hold stays theirs, uncached."""
         self._generation += 1
         if self._index is not None:
             for entry in self._index.clear():
@@ -282,7 +292,7 @@ class CacheManager:
                     table.append(NO_BLOCK)
                 else:
                     table.append(self.arena.allocate(group))
-            stable.append(manager.stable_tokens(total))
+            stable.append(manager.stable_tokens(num_computed, num_new))
         cache.stable_tokens = min(stable)
 
     def _give_back_dead(self, cache: SequenceCache, num_computed: int) -> None:

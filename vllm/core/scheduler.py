@@ -232,8 +232,9 @@ class Scheduler:
         """Deal with a sequence that cannot grow although it runs alone and nothing is cached.
 
         Its own blocks are scattered over superblocks: recomputed in the drained arena, with
-        admission closed, it fits, because one request of max_model_len was proven to fit at
-        start-up. Where that proof was waived, it ends by length at what the arena holds.
+        admission closed and nothing cached, it fits, because one request of max_model_len was
+        proven to fit at start-up. Where that proof was waived, it ends by length at what the arena
+        holds.
         """
         fits = self._cache.fits_empty(num_tokens, self._config.max_num_batched_tokens)
         if fits and self._doorkeeper.exclusive is not sequence:
@@ -275,7 +276,11 @@ class Scheduler:
                 self._num_prompt_tokens += sequence.num_prompt_tokens
             self._doorkeeper.note_entry(entry)
             self._roster.start(sequence)
-            self._cache.commit_admission(sequence.cache, entry.admission)
+            self._cache.commit_admission(
+                sequence.cache,
+                entry.admission,
+                may_publish=sequence is not self._doorkeeper.exclusive,
+            )
             sequence.num_computed_tokens = entry.admission.num_computed
             draft.add_row(sequence, entry.admission.num_new, self._cache.no_blocks)
 

@@ -55,8 +55,11 @@ class BlockManager(ABC):
         """
 
     @abstractmethod
-    def stable_tokens(self, num_tokens: int) -> int:
-        """Return the length up to which one-token steps from `num_tokens` keep the table."""
+    def stable_tokens(self, num_computed: int, num_new: int) -> int:
+        """Return the length up to which one-token steps after this one leave the table as it is.
+
+        At least num_computed + num_new; just that if some entry dies with this step.
+        """
 
     @abstractmethod
     def can_resume(self, position: int, run_start: int, head_run: int) -> bool:

@@ -22,9 +22,9 @@ class PagedBlockManager(BlockManager):
         """Everything is stored."""
         return (0, 0)
 
-    def stable_tokens(self, num_tokens: int) -> int:
+    def stable_tokens(self, num_computed: int, num_new: int) -> int:
         """The end of the last block."""
-        return self.num_entries(num_tokens) * self.block_tokens
+        return self.num_entries(num_computed + num_new) * self.block_tokens
 
     def can_resume(self, position: int, run_start: int, head_run: int) -> bool:
         """Every token before `position` must be there."""
