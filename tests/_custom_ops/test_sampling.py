@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -60,32 +61,34 @@ def draw(logits: Tensor, filters: Filters, seeds: Tensor, offsets: Tensor) -> Te
     return ids
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("scale", [0.0, 0.1, 4.0, 30.0])
-def test_sample_equals_twin(isa: str, vocab: int, scale: float) -> None:
+@functools.cache
+def make_case(vocab: int, scale: float) -> tuple[Tensor, Filters, Tensor, Tensor]:
+    """Logits, filters, and what the twins make of them: ids, filtered logits."""
     rows = 24
     logits = random_rows(rows, vocab, dtype=torch.float32, seed=vocab, scale=scale)
+    logits[::3, 1::2] = -INF
     filters = mixed(rows, vocab, seed=vocab)
-    seeds = torch.arange(rows) * 7919 - 5
-    offsets = torch.arange(rows) % 3
-    expected = torch.full((rows,), -1)
-    naive.sample(expected, logits, *filters.tensors(), seeds, offsets)
-    assert torch.equal(draw(logits, filters, seeds, offsets), expected)
+    filters.temperature[::5] = 0.0
+    ids, filtered = torch.full((rows,), -1), logits.clone()
+    torch.set_num_threads(1)
+    naive.sample(ids, logits, *filters.tensors(), *make_streams(rows))
+    naive.filter_logits(filtered, *filters.tensors())
+    return logits, filters, ids, filtered
+
+
+def make_streams(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(rows) * 7919 - 5, torch.arange(rows) % 3
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("scale", [0.0, 4.0])
-def test_filter_equals_twin(isa: str, vocab: int, scale: float) -> None:
-    rows = 24
-    logits = random_rows(rows, vocab, dtype=torch.float32, seed=vocab + 1, scale=scale)
-    logits[::3, ::2] = -INF
-    filters = mixed(rows, vocab, seed=vocab + 1)
-    filters.temperature[::5] = 0.0
-    expected = logits.clone()
-    naive.filter_logits(expected, *filters.tensors())
-    sampling.filter_logits(logits, *filters.tensors())
-    assert torch.equal(logits == -INF, expected == -INF)
-    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("scale", [0.0, 0.1, 4.0, 30.0])
+def test_equals_twin(isa: str, vocab: int, scale: float) -> None:
+    logits, filters, expected_ids, expected_logits = make_case(vocab, scale)
+    filtered = logits.clone()
+    assert torch.equal(draw(logits, filters, *make_streams(logits.shape[0])), expected_ids)
+    sampling.filter_logits(filtered, *filters.tensors())
+    assert torch.equal(filtered == -INF, expected_logits == -INF)
+    torch.testing.assert_close(filtered, expected_logits, rtol=1e-6, atol=0)
 
 
 def test_ties_keep_exactly_k_and_go_to_the_lower_ids() -> None:
