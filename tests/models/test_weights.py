@@ -173,8 +173,7 @@ def test_gemma_norms_are_folded_in_float32() -> None:
     assert torch.equal(model.norm.weight, torch.full_like(model.norm.weight, 1 + 2.0**-10))
 
 
-def test_peak_memory_of_packing_is_one_tensor(checkpoints: CheckpointSet) -> None:
-    """Every plain weight is gone once its packed form exists."""
+def test_plain_weights_are_gone_once_packed(checkpoints: CheckpointSet) -> None:
     made = checkpoints.get("mixtral")
     model = load_ours(made.config, made.weights)
     names = [name for name, _ in model.named_parameters()]

@@ -12,6 +12,7 @@ from tests.models.compare import assert_follows
 from tests.models.families import load_ours, read_config
 from tests.utils.fixtures_models import build_reach, change_token, make_reach_prompt
 from tests.utils.paged_driver import PagedDriver
+from vllm.errors import ConfigError
 from vllm.model_executor.models.causal_lm import CausalLM
 
 KERNEL = "cpu"
@@ -110,3 +111,22 @@ def test_qwen2_windows_follow_the_switch_and_the_first_layer(
     driver = PagedDriver(make_ours(reference), kernel=KERNEL)
     found = find_reach(lambda ids: run_chunks(driver, ids, WHOLE), make_reach_prompt())
     assert found == set(range(1, reach + 1))
+
+
+@pytest.mark.parametrize(("kind", "reach"), [("full_attention", 79), ("sliding_attention", 19)])
+def test_mistral_obeys_layer_types_where_they_are_given(kind: str, reach: int) -> None:
+    reference = build_reach("mistral", sliding_window=20)
+    config = {**read_config(reference), "layer_types": [kind]}
+    driver = PagedDriver(load_ours(config, reference.state_dict()), kernel=KERNEL)
+    found = find_reach(lambda ids: run_chunks(driver, ids, WHOLE), make_reach_prompt())
+    assert found == set(range(1, reach + 1))
+
+
+def test_other_layer_types_and_windows_without_a_size_are_refused() -> None:
+    reference = build_reach("mistral", sliding_window=20)
+    config, weights = read_config(reference), reference.state_dict()
+    with pytest.raises(ConfigError, match="layer 0 has layer type 'chunked_attention'"):
+        load_ours({**config, "layer_types": ["chunked_attention"]}, weights)
+    sliding = {**config, "layer_types": ["sliding_attention"], "sliding_window": None}
+    with pytest.raises(ConfigError, match="sliding_window is None"):
+        load_ours(sliding, weights)

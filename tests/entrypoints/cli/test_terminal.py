@@ -84,7 +84,7 @@ def test_errors_of_the_server_are_one_line(
     client = serve("hello hello", fails_after=2)
     type_lines(monkeypatch, "a")
     assert main(["complete", "--url", f"{client.url}/v1"]) == 1
-    assert "engine has ended" in capsys.readouterr().err
+    assert "killed by the test" in capsys.readouterr().err
     assert main(["complete", "--url", "http://127.0.0.1:9/v1"]) == 1
     assert "no server answers" in capsys.readouterr().err
     assert main(["complete", "--url", "ftp://x"]) == 1

@@ -127,6 +127,14 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     return await _respond(request, work)
 
 
+@router.post("/v1/embeddings")
+async def create_embedding() -> Response:
+    """Refuse: the models that are served generate text."""
+    return error_response(
+        ApiError("Embedding API disabled: the model that is served generates text.", param="model")
+    )
+
+
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Turn a text or a conversation into token ids."""
