@@ -14,8 +14,10 @@
 namespace VLLM_KERNEL_NAMESPACE {
 
 inline constexpr float kNothingSeen = -1e30f;  // running maximum before the first key
+inline constexpr float kLog2e = 1.44269504f;
 
 // Running softmax of the rows of a tile: sum of weights, weighted sum of values, relative to `top`.
+// A weight is 2^(x - top) with logits x in units of log 2.
 struct SoftmaxState {
   float* acc;  // [rows, value_cols]
   float* top;  // [rows]
@@ -116,32 +118,85 @@ VLLM_INLINE void find_rows(const AttentionArgs& args, const TileTask& task, int6
   }
 }
 
-// Scores of one row against a block into weights; state.top must already be new_top.
+// Brings the cached K and V rows of positions base … of one KV head closer.
+VLLM_INLINE void prefetch_rows(const AttentionArgs& args, int64_t row, int64_t kv_head,
+                               int64_t base, int64_t end) {
+  const AttentionBatch& batch = args.batch;
+  const int32_t* offsets = batch.block_offsets + row * batch.max_blocks;
+  const int64_t row_bytes = args.head_size * (args.element == Element::kFloat ? 4 : 2);
+  for (int64_t position = base; position < end;) {
+    const int64_t block = position / batch.block_tokens, first = position % batch.block_tokens;
+    const int64_t left = end - position;
+    const int64_t count = batch.block_tokens - first < left ? batch.block_tokens - first : left;
+    const char* key = args.key.cached(offsets[block], first, kv_head);
+    const char* value = args.value.cached(offsets[block], first, kv_head);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+        _mm_prefetch(key + i * args.key.token_stride + byte, _MM_HINT_T1);
+        _mm_prefetch(value + i * args.value.token_stride + byte, _MM_HINT_T1);
+      }
+    }
+    position += count;
+  }
+}
+
+// The first block of a unit, or the one at `base`, as far as it is cached.
+VLLM_INLINE void prefetch_block(const AttentionArgs& args, const TileTask& task, int64_t base) {
+  const int64_t cached = args.fresh_key.data == nullptr ? task.last + 1 : task.start;
+  const int64_t end = base + kBlockKeys < cached ? base + kBlockKeys : cached;
+  prefetch_rows(args, task.row, task.kv_head, base, end);
+}
+
+// How scores become logits in units of log 2: x = score * factor. With a soft cap scores are shaped
+// in place first.
+struct Shaping {
+  float factor, scale, soft_cap;
+  bool is_in_place;
+
+  VLLM_INLINE explicit Shaping(const AttentionArgs& args)
+      : factor(args.scale * kLog2e),
+        scale(args.scale),
+        soft_cap(args.soft_cap),
+        is_in_place(false) {
+    if (soft_cap > 0.0f || scale < 0.0f) {  // a negative factor would turn maxima into minima
+      is_in_place = true;
+      factor = kLog2e;
+    }
+  }
+};
+
+// The maximum of one row's logits, in units of log 2.
+VLLM_INLINE float top_of_row(float* scores, uint64_t mask, int64_t count, const Shaping& shaping) {
+  Vec top = set1(-__builtin_inff());
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec s = load(scores + i);
+    if (shaping.is_in_place) {
+      s = mul(s, set1(shaping.scale));
+      if (shaping.soft_cap > 0.0f) {
+        s = mul(tanh(div(s, set1(shaping.soft_cap))), set1(shaping.soft_cap));
+      }
+      store(scores + i, s);
+    }
+    if (mask != ~uint64_t{0}) s = select_bits(mask >> i, s, set1(-__builtin_inff()));
+    top = max(s, top);
+  }
+  const float most = reduce_max(top);
+  return most == -__builtin_inff() ? kNothingSeen : most * shaping.factor;
+}
+
+// Weights of one row, rounded to T; returns their sum.
 template <typename T>
-VLLM_INLINE float weigh_row(float* scores, T* weights, uint64_t mask, int64_t count, float top) {
+VLLM_INLINE float weigh_row(const float* scores, T* weights, uint64_t mask, int64_t count,
+                            float factor, float top) {
   Vec sum = zero();
   for (int64_t i = 0; i < count; i += kLanes) {
-    Vec p = exp(sub(load(scores + i), set1(top)));
+    Vec p = exp2_for<T>(fma(load(scores + i), set1(factor), set1(-top)));
     if (mask != ~uint64_t{0}) p = select_bits(mask >> i, p, zero());
     p = round_to<T>(p);
     store(weights + i, p);
     sum = add(sum, p);
   }
   return reduce_add(sum);
-}
-
-// Scales, caps and masks the scores of one row in place; returns their maximum.
-VLLM_INLINE float shape_row(float* scores, uint64_t mask, int64_t count, float scale,
-                            float soft_cap) {
-  Vec top = set1(kNothingSeen);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vec s = mul(load(scores + i), set1(scale));
-    if (soft_cap > 0.0f) s = mul(tanh(div(s, set1(soft_cap))), set1(soft_cap));
-    if (mask != ~uint64_t{0}) s = select_bits(mask >> i, s, set1(kNothingSeen));
-    store(scores + i, s);
-    top = max(s, top);
-  }
-  return reduce_max(top);
 }
 
 // Query rows times the first `count` keys of a block.
@@ -164,26 +219,26 @@ template <typename T>
 VLLM_INLINE void weigh_block(const AttentionArgs& args, const TileTask& task,
                              const TileMemory<T>& memory, int64_t base, int64_t count) {
   const int64_t rows = task.tokens * task.group;
+  const Shaping shaping(args);
   const SoftmaxState& state = memory.part;
+  uint64_t masks[kTileQueryRows];
   for (int64_t token = 0, r = 0; token < task.tokens; ++token) {
     const int64_t position = task.first + token;
-    const uint64_t mask = visible_keys(args.visibility, position, position, base);
+    masks[token] = visible_keys(args.visibility, position, position, base);
     for (int64_t g = 0; g < task.group; ++g, ++r) {
-      const float top =
-          shape_row(memory.scores + r * kBlockKeys, mask, count, args.scale, args.soft_cap);
+      const float top = top_of_row(memory.scores + r * kBlockKeys, masks[token], count, shaping);
       memory.new_top[r] = top > state.top[r] ? top : state.top[r];
     }
   }
   for (int64_t r = 0; r < rows; r += kLanes) {
-    store(memory.decay + r, exp(sub(load(state.top + r), load(memory.new_top + r))));
-    store(state.top + r, load(memory.new_top + r));
+    const Vec new_top = load(memory.new_top + r);
+    store(memory.decay + r, exp2_for<float>(sub(load(state.top + r), new_top)));
+    store(state.top + r, new_top);
   }
   for (int64_t token = 0, r = 0; token < task.tokens; ++token) {
-    const int64_t position = task.first + token;
-    const uint64_t mask = visible_keys(args.visibility, position, position, base);
     for (int64_t g = 0; g < task.group; ++g, ++r) {
       const float sum = weigh_row(memory.scores + r * kBlockKeys, memory.weights + r * kBlockKeys,
-                                  mask, count, state.top[r]);
+                                  masks[token], count, shaping.factor, state.top[r]);
       state.sum[r] = state.sum[r] * memory.decay[r] + sum;
     }
   }
@@ -229,9 +284,9 @@ VLLM_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t va
   for (int64_t r = 0; r < rows; ++r) state.top[r] = kNothingSeen;
 }
 
-VLLM_INLINE float exp_of(float x) {
+VLLM_INLINE float exp2_of(float x) {
   float lanes[kLanes];
-  store(lanes, exp(set1(x)));
+  store(lanes, exp2_for<float>(set1(x)));
   return lanes[0];
 }
 
@@ -240,7 +295,7 @@ VLLM_INLINE void fold_state(const SoftmaxState& total, const SoftmaxState& part,
                             int64_t value_cols) {
   for (int64_t r = 0; r < rows; ++r) {
     const float top = part.top[r] > total.top[r] ? part.top[r] : total.top[r];
-    const float a = exp_of(total.top[r] - top), b = exp_of(part.top[r] - top);
+    const float a = exp2_of(total.top[r] - top), b = exp2_of(part.top[r] - top);
     total.top[r] = top;
     total.sum[r] = total.sum[r] * a + part.sum[r] * b;
     for (int64_t c = 0; c < value_cols; c += kLanes) {
@@ -251,16 +306,21 @@ VLLM_INLINE void fold_state(const SoftmaxState& total, const SoftmaxState& part,
   }
 }
 
+// Rows of a tile up to which memory is slower than arithmetic.
+inline constexpr int64_t kFewRows = 24;
+
 // All blocks of one part, into memory.part; returns whether the tile sees any of its keys.
 template <typename T>
 VLLM_INLINE bool attend_part(const AttentionArgs& args, const TileTask& task,
                              const TileMemory<T>& memory, int64_t part) {
   const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
+  const bool has_few_rows = task.tokens * task.group <= kFewRows;
   bool seen = false;
   const int64_t begin = part * kPartKeys;
   for (int64_t base = begin; base < begin + kPartKeys && base <= task.last; base += kBlockKeys) {
     const uint64_t live = visible_keys(args.visibility, task.first, task.last, base);
     if (live == 0) continue;
+    if (has_few_rows) prefetch_block(args, task, base + kBlockKeys);
     if (!seen) clear_state(memory.part, task.tokens * task.group, value_cols);
     seen = true;
     attend_block(args, task, memory, base, live);
@@ -290,9 +350,10 @@ VLLM_INLINE void store_tile(const AttentionArgs& args, const TileTask& task,
       const int64_t head = task.kv_head * task.group + g;
       float factor = 1.0f, sum = state.sum[r];
       if (args.sinks != nullptr) {
-        const float top = args.sinks[head] > state.top[r] ? args.sinks[head] : state.top[r];
-        factor = exp_of(state.top[r] - top);
-        sum = sum * factor + exp_of(args.sinks[head] - top);
+        const float sink = args.sinks[head] * kLog2e;
+        const float top = sink > state.top[r] ? sink : state.top[r];
+        factor = exp2_of(state.top[r] - top);
+        sum = sum * factor + exp2_of(sink - top);
       }
       const Vec scale = set1(sum > 0.0f ? factor / sum : 0.0f);
       T* out = reinterpret_cast<T*>(args.out + (token0 + token) * args.out_token_stride +

@@ -20,6 +20,15 @@ VLLM_INLINE TileTask task_of(const AttentionArgs& args, const AttentionUnit& uni
                   .last = start + unit.first_token + unit.num_tokens - 1};
 }
 
+// Brings the first keys of a unit closer.
+VLLM_INLINE void prefetch_unit(const AttentionArgs& args, const AttentionUnit& unit) {
+  const TileTask task = task_of(args, unit);
+  if (task.tokens * task.group > kFewRows) return;
+  const int64_t first = args.visibility.sink_tokens > 0 ? 0 : args.visibility.first(task.first);
+  const int64_t part_first = unit.part * kPartKeys;
+  prefetch_block(args, task, (first > part_first ? first : part_first) / kBlockKeys * kBlockKeys);
+}
+
 // Place of the state of one part of an item whose parts are computed apart.
 VLLM_INLINE SoftmaxState partial_state(const AttentionPlan& plan, int64_t item, int64_t part,
                                        int64_t rows, int64_t value_cols) {
@@ -91,6 +100,7 @@ VLLM_INLINE void run_units(const AttentionArgs& args, const AttentionPlan& plan,
     const int64_t end = begin + grain < plan.num_units ? begin + grain : plan.num_units;
     for (int64_t i = begin; i < end; ++i) {
       const AttentionUnit& unit = plan.units[i];
+      if (i + 1 < end) prefetch_unit(args, plan.units[i + 1]);
       prepare(unit);
       if (unit.part < 0) {
         run_whole_unit(args, unit, memory);

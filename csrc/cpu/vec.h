@@ -74,6 +74,28 @@ VLLM_INLINE Vec exp(Vec x) {
   return scale_by_power(p, n);
 }
 
+// 2^x for x <= 0 to be stored as T, exactly 1 at 0: relative error below 3e-7 for float, 1.1e-4 for
+// bf16 (a twentieth of a rounding step). Fits of 2^r on [-1/2, 1/2], weighted by relative error.
+template <typename T>
+VLLM_INLINE Vec exp2_for(Vec x) {
+  x = max(x, set1(-126.0f));
+  const Vec n = round_nearest(x);
+  const Vec r = sub(x, n);
+  Vec p;
+  if constexpr (sizeof(T) == 4) {
+    p = set1(1.3264727313e-03f);
+    p = fma(p, r, set1(9.6715129912e-03f));
+    p = fma(p, r, set1(5.5507335812e-02f));
+    p = fma(p, r, set1(2.4022242427e-01f));
+    p = fma(p, r, set1(6.9314700365e-01f));
+  } else {
+    p = set1(5.5008929223e-02f);
+    p = fma(p, r, set1(2.4221095443e-01f));
+    p = fma(p, r, set1(6.9328290224e-01f));
+  }
+  return scale_by_power(fma(p, r, set1(1.0f)), n);
+}
+
 // tanh(x), absolute error below 3e-7.
 VLLM_INLINE Vec tanh(Vec x) {
   const Vec a = min(abs(x), set1(10.0f));
