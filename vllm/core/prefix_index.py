@@ -128,9 +128,6 @@ class PrefixIndex:
         self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
         self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def extend_chain(
         self, chain: list[ChainKey], token_ids: Sequence[int], num_grains: int, salt: str
     ) -> None:
@@ -185,10 +182,6 @@ class PrefixIndex:
             ):
                 return nodes[: index + 1]
         return []
-
-    def node(self, digest: bytes) -> PrefixNode | None:
-        """Return the node of a key, or None."""
-        return self._nodes.get(digest)
 
     def needs_parent(self, group: int) -> bool:
         """Whether an entry of a group is of no use without the entry of the grain before."""
