@@ -7,12 +7,11 @@ process may hold several, and a model of one rank needs no process group at all.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from vllm.distributed.communication_op import gather_ranks, gather_tensors, sum_over_ranks
+from vllm.distributed.communication_op import gather_ranks, sum_over_ranks
 from vllm.errors import ConfigError
 
 
@@ -78,10 +77,6 @@ class TensorParallel:
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Return the ranks' tensors joined along `dim`, in rank order."""
         return tensor if self._group is None else gather_ranks(tensor, self._group, self.size, dim)
-
-    def gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the ranks' tensors, in rank order."""
-        return (tensor,) if self._group is None else gather_tensors(tensor, self._group, self.size)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite `tensor` with that of rank `source` and return it."""
