@@ -1,8 +1,9 @@
-"""The user's hybrid configuration: parse, validate, save.
+"""The user's hybrid configuration: parse, validate, save; and what follows from it for each layer.
 
 Two sources meet here: `hybrid_attention_layers` of the checkpoint's config.json (layer type ->
-layer ids) and the file of `--hybrid-config` (block sizes, kernels and retention by layer type). A
-plain dataclass that imports nothing but errors, so that every floor may hold it.
+layer ids) and the file of `--hybrid-config` (block sizes, kernels and retention by layer type).
+Plain dataclasses, so that every floor may hold them; `vllm/hybrid/assign.py` makes policies of the
+one and the other.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm.cache_spec import Lifetime, Nothing, State
 from vllm.errors import ConfigError
 
 KERNELS = ("auto", "cpu", "flashattn", "flashattn3", "torch", "triton", "xformers")
 TRACE_LEVELS = ("off", "info", "debug")
+LAYERS_KEY = "hybrid_attention_layers"
+MAX_BLOCK_TOKENS = 1024
 _MAPS = ("block_size_map", "layer_impl_map", "kv_cache_ratio", "kv_sink_tokens")
+_KEYS = (LAYERS_KEY, *_MAPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +39,6 @@ class HybridConfig:
         layer_impl_map: layer type -> kernel, one of KERNELS.
         kv_cache_ratio: layer type -> share of max_model_len that a sequence keeps, 0 to 1.
         kv_sink_tokens: layer type -> first tokens kept beside that.
-        strict: an unavailable kernel is an error instead of a warning.
-        trace_level: "debug" logs every allocation.
     """
 
     enabled: bool | None = None
@@ -44,18 +47,17 @@ class HybridConfig:
     layer_impl_map: Mapping[str, str] = field(default_factory=dict)
     kv_cache_ratio: Mapping[str, float] = field(default_factory=dict)
     kv_sink_tokens: Mapping[str, int] = field(default_factory=dict)
-    strict: bool = False
-    trace_level: str = "off"
 
     def __post_init__(self) -> None:
         _check_blocks(self.block_size_map)
         _check_kernels(self.layer_impl_map)
         _check_ratios(self.kv_cache_ratio)
         _check_sinks(self.kv_sink_tokens)
-        if self.trace_level not in TRACE_LEVELS:
-            raise ConfigError(
-                f"--trace-level is {self.trace_level!r}; allowed: {', '.join(TRACE_LEVELS)}."
-            )
+
+    @property
+    def asks_for_something(self) -> bool:
+        """Whether the user asks for anything beyond what the checkpoint declares."""
+        return bool(self.layers or any(getattr(self, name) for name in _MAPS))
 
     def save(self, path: str | Path) -> None:
         """Write the maps as the JSON file that `--hybrid-config` reads."""
@@ -63,8 +65,67 @@ class HybridConfig:
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPolicy:
+    """What one decoder layer keeps and how it computes.
+
+    Attributes:
+        kind: name of its layer type; layers of one kind and lifetime share a group.
+        lifetime: what its cache keeps.
+        block_tokens: tokens of a block that the user asks for, or None.
+        kernel: kernel that the user asks for, or "auto".
+        reads_from: layer whose cache it reads.
+        is_reduced: whether it keeps less than the checkpoint was trained with.
+    """
+
+    layer: int
+    kind: str
+    lifetime: Lifetime
+    block_tokens: int | None = None
+    kernel: str = "auto"
+    reads_from: int | None = None
+    is_reduced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSettings:
+    """Hybrid mode, resolved: what EngineConfig holds.
+
+    Attributes:
+        policies: one for each decoder layer, or None: every layer's own spec decides, as in the
+            base engine.
+        is_vanilla: the user asks for one uniform cache; a model that cannot have it is refused.
+        is_strict: an unavailable kernel is an error instead of a warning.
+        trace_level: one of TRACE_LEVELS; "debug" logs every allocation.
+    """
+
+    policies: tuple[LayerPolicy, ...] | None = None
+    is_vanilla: bool = False
+    is_strict: bool = False
+    trace_level: str = "off"
+
+    def __post_init__(self) -> None:
+        if self.trace_level not in TRACE_LEVELS:
+            raise ConfigError(
+                f"--trace-level is {self.trace_level!r}; allowed: {', '.join(TRACE_LEVELS)}."
+            )
+
+    def block_size_map(self, default_block_tokens: int) -> dict[str, int]:
+        """Return layer type -> tokens of a block, for the types that keep rows of tokens."""
+        return {
+            policy.kind: policy.block_tokens or default_block_tokens
+            for policy in self.policies or ()
+            if policy.reads_from is None and not isinstance(policy.lifetime, State | Nothing)
+        }
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The block sizes that the user names, sorted."""
+        return tuple(sorted({p.block_tokens for p in self.policies or () if p.block_tokens}))
+
+
 def load_hybrid_file(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read the maps of a `--hybrid-config` file.
+    """Read a `--hybrid-config` file: the maps, and `hybrid_attention_layers` where it has them.
 
     Raises:
         ConfigError: not readable, not a JSON object, or a key that does not exist.
@@ -78,11 +139,11 @@ def load_hybrid_file(path: str | Path) -> dict[str, dict[str, Any]]:
             f"--hybrid-config {path} holds a {type(content).__name__}; expected an object."
         )
     for key, value in content.items():
-        if key not in _MAPS:
-            close = difflib.get_close_matches(key, _MAPS, 1)
+        if key not in _KEYS:
+            close = difflib.get_close_matches(key, _KEYS, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"--hybrid-config {path} has the key {key!r}; allowed: {', '.join(_MAPS)}.{hint}"
+                f"--hybrid-config {path} has the key {key!r}; allowed: {', '.join(_KEYS)}.{hint}"
             )
         if not isinstance(value, dict):
             raise ConfigError(
@@ -92,7 +153,7 @@ def load_hybrid_file(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def parse_hybrid_layers(value: Any, num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Validate `hybrid_attention_layers` of a config.json.
+    """Validate `hybrid_attention_layers`.
 
     Args:
         value: layer type -> list of layer ids.
@@ -129,15 +190,13 @@ def parse_hybrid_layers(value: Any, num_layers: int) -> dict[str, tuple[int, ...
     if missing:
         raise ConfigError(
             f"`hybrid_attention_layers` does not list the layers {missing}; each of the "
-            f"{num_layers} "
-            "decoder layers must appear exactly once."
+            f"{num_layers} decoder layers must appear exactly once."
         )
     return {str(name): tuple(ids) for name, ids in value.items()}
 
 
 def check_types(config: HybridConfig, known: Sequence[str], num_layers: int) -> None:
-    """Check that the maps speak of known layer types only, and of modules after the decoder
-    rightly.
+    """Check that the maps speak of known layer types, and give modules after the decoder no cache.
 
     Raises:
         ConfigError: an unknown type, or a module after the decoder with a cache.
@@ -159,20 +218,25 @@ def check_types(config: HybridConfig, known: Sequence[str], num_layers: int) -> 
                 f"layers; they keep no cache, so its block size must be 0, not "
                 f"{config.block_size_map[kind]}."
             )
+        if after and config.kv_cache_ratio.get(kind, 0) != 0:
+            raise ConfigError(
+                f"layer type {kind!r} lists {after}, modules after the {num_layers} decoder "
+                f"layers; they keep no cache, so its kv_cache_ratio must be 0, not "
+                f"{config.kv_cache_ratio[kind]}."
+            )
         if after and len(after) != len(ids):
             raise ConfigError(
                 f"layer type {kind!r} mixes decoder layers with modules after the decoder "
-                f"({after}); "
-                "give the latter a type of their own."
+                f"({after}); give the latter a type of their own."
             )
 
 
 def _check_blocks(sizes: Mapping[str, int]) -> None:
     for kind, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= 1024:
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_BLOCK_TOKENS:
             raise ConfigError(
                 f"`block_size_map` gives {kind!r} the block size {size!r}; allowed: 0 (no cache) "
-                "or the tokens of a block, up to 1024."
+                f"or the tokens of a block, up to {MAX_BLOCK_TOKENS}."
             )
 
 

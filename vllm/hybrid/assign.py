@@ -1,45 +1,36 @@
 """From what the checkpoint declares and the user asks to what every layer does.
 
-Called once, by engine/arg_utils.py, after the config is read and max_model_len is known. The result
-travels in EngineConfig to the workers (lifetimes, kernels) and to the core (groups).
+Called by `resolve_hybrid`, once, after the config is read and max_model_len is known. Plain data
+in, plain data out; the result travels in EngineConfig to the workers (lifetimes, kernels) and to
+the core (groups).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm.cache_spec import Full, Lifetime, Nothing, State, Window
-from vllm.config.hybrid import HybridConfig, check_types, parse_hybrid_layers
+from vllm.config.hybrid import (
+    LAYERS_KEY,
+    HybridConfig,
+    LayerPolicy,
+    check_types,
+    parse_hybrid_layers,
+)
 from vllm.errors import ConfigError
-from vllm.hybrid.layer_kinds import LayerKind, is_hybrid, kind_name, read_layer_kinds
-from vllm.logger import init_logger
+from vllm.hybrid.layer_kinds import (
+    LayerKind,
+    is_hybrid,
+    is_known_family,
+    kind_name,
+    read_layer_kinds,
+)
+from vllm.logger import init_logger, warn_once
 
 logger = init_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPolicy:
-    """What one decoder layer keeps and how it computes.
-
-    Attributes:
-        kind: name of its layer type; layers of one kind and lifetime share a group.
-        lifetime: what its cache keeps.
-        block_tokens: tokens of a block that the user asks for, or None.
-        kernel: kernel that the user asks for, or "auto".
-        reads_from: layer whose cache it reads.
-        is_reduced: whether it keeps less than the checkpoint was trained with.
-    """
-
-    layer: int
-    kind: str
-    lifetime: Lifetime
-    block_tokens: int | None = None
-    kernel: str = "auto"
-    reads_from: int | None = None
-    is_reduced: bool = False
 
 
 def assign_layers(
@@ -49,32 +40,37 @@ def assign_layers(
 
     Args:
         model_config: complete config of the checkpoint.
-        hybrid: what the user asks for.
+        hybrid: what the user asks for; its `layers` win over those of the checkpoint.
         max_model_len: most tokens of a sequence; ratios refer to it.
 
     Raises:
         ConfigError: the checkpoint and the request contradict each other, or vanilla mode is asked
             for a model that has states.
     """
+    named = hybrid.layers or model_config.get(LAYERS_KEY)
+    is_asked = bool(hybrid.enabled or named or hybrid.asks_for_something)
+    if not is_asked and not is_known_family(model_config):
+        return None  # a model class of the user's own says in its specs what it keeps
     kinds = read_layer_kinds(model_config)
-    num_layers = len(kinds)
-    named = model_config.get("hybrid_attention_layers")
     if hybrid.enabled is False:
         _refuse_vanilla(kinds)
         return None
-    wanted = hybrid.enabled or named or hybrid.block_size_map or hybrid.kv_cache_ratio
-    if not wanted and not is_hybrid(kinds) and not hybrid.layer_impl_map:
+    if not is_asked and not is_hybrid(kinds):
         return None
     if named:
-        hybrid = replace(hybrid, layers=parse_hybrid_layers(named, num_layers))
+        hybrid = replace(hybrid, layers=parse_hybrid_layers(named, len(kinds)))
     names = _name_layers(kinds, hybrid)
-    check_types(hybrid, sorted({*names, *hybrid.layers}), num_layers)
-    policies = tuple(
-        _assign_layer(kind, name, hybrid, max_model_len)
-        for kind, name in zip(kinds, names, strict=True)
-    )
+    check_types(hybrid, sorted({*names, *hybrid.layers}), len(kinds))
+    _warn_unread(kinds, names, hybrid)
+    policies: list[LayerPolicy] = []
+    for kind, name in zip(kinds, names, strict=True):
+        policy = _assign_layer(kind, name, hybrid, max_model_len)
+        if kind.reads_from is not None:  # nothing can be read that its owner has given up
+            owner = policies[kind.reads_from]
+            policy = replace(policy, lifetime=owner.lifetime, is_reduced=owner.is_reduced)
+        policies.append(policy)
     _warn_reduced(policies)
-    return policies
+    return tuple(policies)
 
 
 def _refuse_vanilla(kinds: Sequence[LayerKind]) -> None:
@@ -100,18 +96,18 @@ def _assign_layer(
     ratio = hybrid.kv_cache_ratio.get(name, 1.0)
     block_tokens = hybrid.block_size_map.get(name)
     lifetime = _limit(kind, ratio, hybrid.kv_sink_tokens.get(name, 0), max_model_len)
-    keeps_nothing = isinstance(kind.lifetime, Nothing)
-    if (block_tokens == 0 or ratio == 0) and not keeps_nothing:
+    owns_cache = not isinstance(kind.lifetime, Nothing) and kind.reads_from is None
+    if (block_tokens == 0 or ratio == 0) and owns_cache:
+        what = "keeps a state" if isinstance(kind.lifetime, State) else "attends to earlier tokens"
         raise ConfigError(
-            f"layer {kind.layer} is of type {name!r}, which is given no cache, but it attends to "
-            f"earlier tokens ({kind_name(kind.lifetime)}). Give its type a block size and a ratio "
-            "above 0."
+            f"layer {kind.layer} is of type {name!r}, which is given no cache, but it {what} "
+            f"({kind_name(kind.lifetime)}). Give its type a block size and a ratio above 0."
         )
     return LayerPolicy(
         layer=kind.layer,
         kind=name,
         lifetime=lifetime,
-        block_tokens=None if keeps_nothing else block_tokens,
+        block_tokens=block_tokens if owns_cache else None,
         kernel=hybrid.layer_impl_map.get(name, "auto"),
         reads_from=kind.reads_from,
         is_reduced=lifetime != kind.lifetime,
@@ -125,15 +121,31 @@ def _limit(kind: LayerKind, ratio: float, sinks: int, max_model_len: int) -> Lif
     return Window(tokens=max(1, math.ceil(ratio * max_model_len)), sinks=sinks)
 
 
+def _warn_unread(kinds: Sequence[LayerKind], names: Sequence[str], hybrid: HybridConfig) -> None:
+    """Say where a ratio has no effect, because the checkpoint says itself what a layer keeps."""
+    ignored: dict[tuple[str, Lifetime], list[int]] = {}
+    for kind, name in zip(kinds, names, strict=True):
+        is_own = not isinstance(kind.lifetime, Full | Nothing)
+        if is_own and 0 < hybrid.kv_cache_ratio.get(name, 1.0) < 1:
+            ignored.setdefault((name, kind.lifetime), []).append(kind.layer)
+    for (name, lifetime), layers in ignored.items():
+        warn_once(
+            logger,
+            f"kv_cache_ratio {hybrid.kv_cache_ratio[name]:g} of layer type {name!r} has no effect "
+            f"on the layers {layers}: the checkpoint declares what they keep "
+            f"({kind_name(lifetime)}).",
+        )
+
+
 def _warn_reduced(policies: Sequence[LayerPolicy]) -> None:
     reduced = [p for p in policies if p.is_reduced]
     for lifetime in dict.fromkeys(p.lifetime for p in reduced):
         layers = [p.layer for p in reduced if p.lifetime == lifetime]
         assert isinstance(lifetime, Window), "only a full layer is ever reduced, to a window"
-        logger.warning(
-            "Layers %s were trained with full attention and keep the last %d tokens%s by "
-            "kv_cache_ratio: results change beyond that length.",
-            layers,
-            lifetime.tokens,
-            f" and the first {lifetime.sinks}" if lifetime.sinks else "",
+        sinks = f" and the first {lifetime.sinks}" if lifetime.sinks else ""
+        warn_once(
+            logger,
+            f"Layers {layers} were trained with full attention and keep the last "
+            f"{lifetime.tokens} tokens{sinks} by kv_cache_ratio: results change beyond that "
+            "length.",
         )

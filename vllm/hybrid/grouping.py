@@ -1,62 +1,88 @@
 """Several cache groups from the specs of the layers.
 
-Called by engine/core.py in place of the base's single group. Layers of one kind (the user's name)
-and one lifetime share a block table; a layer that reads another's cache belongs to none.
+Called by engine/core.py in place of the base's single group, by the worker to size memory and by
+`vllm hybrid`. Layers of one kind (the user's name) and one lifetime share a block table; a layer
+that reads another's cache belongs to none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from vllm.cache_spec import KVCacheGroup, LayerCacheSpec, Lifetime, Nothing, make_group
+from vllm.cache_spec import Full, KVCacheGroup, LayerCacheSpec, Lifetime, Nothing, make_group
+from vllm.config.hybrid import HybridSettings
 from vllm.errors import ConfigError
-from vllm.hybrid.assign import LayerPolicy
+from vllm.hybrid.layer_kinds import kind_name
 
 MAX_STRIPE_BYTES = 64 << 20
 
 
 def group_layers(
     specs: Sequence[LayerCacheSpec],
-    policies: Sequence[LayerPolicy],
+    settings: HybridSettings,
     default_block_tokens: int,
-    kernel_block_tokens: Sequence[int],
+    kernel_block_tokens: Sequence[int] = (),
 ) -> tuple[KVCacheGroup, ...]:
     """Return one group for each (kind, lifetime), in the order of their first layers.
 
     Args:
-        specs: what each decoder layer keeps, lifetimes already those of the policies.
-        policies: what the user and the checkpoint ask for.
+        specs: what each decoder layer keeps; kinds and lifetimes already those of the policies.
+        settings: for the block sizes that the user asks for.
         default_block_tokens: block size where the user names none.
-        kernel_block_tokens: block sizes that the kernels take.
+        kernel_block_tokens: block sizes that the kernels take; empty asks for no check.
 
     Raises:
-        ConfigError: a block size that no kernel takes.
+        ConfigError: a block size that no kernel takes, no cache at all, or vanilla mode with a
+            layer that does not keep every token.
     """
+    owners = [
+        s for s in specs
+        if s.fields and s.reads_from is None and not isinstance(s.lifetime, Nothing)
+    ]  # fmt: skip
+    if not owners:
+        raise ConfigError("no layer of the model has a cache; there is nothing to schedule by")
+    if settings.is_vanilla:
+        _check_uniform(owners)
+        owners = [replace(spec, kind=kind_name(spec.lifetime)) for spec in owners]
     members: dict[tuple[str, Lifetime], list[LayerCacheSpec]] = {}
-    sizes: Mapping[str, int | None] = {p.kind: p.block_tokens for p in policies}
-    for spec, policy in zip(specs, policies, strict=True):
-        if spec.reads_from is None and spec.fields and not isinstance(spec.lifetime, Nothing):
-            members.setdefault((policy.kind, spec.lifetime), []).append(spec)
+    for spec in owners:
+        members.setdefault((spec.kind, spec.lifetime), []).append(spec)
+    sizes = settings.block_size_map(default_block_tokens)
+    kinds = [kind for kind, _ in members]
     groups: list[KVCacheGroup] = []
-    for (kind, _), owned in members.items():
-        tokens = sizes[kind] or default_block_tokens
-        if tokens not in kernel_block_tokens:
+    for (kind, lifetime), owned in members.items():
+        tokens = sizes.get(kind, default_block_tokens)
+        has_rows = any(field.per == "token" for spec in owned for field in spec.fields)
+        if has_rows and kernel_block_tokens and tokens not in kernel_block_tokens:
             raise ConfigError(
-                f"layer type {kind!r} is given blocks of {tokens} tokens; the kernels of its "
-                f"layers take {', '.join(map(str, kernel_block_tokens))}."
+                f"layer type {kind!r} (layers {[s.layer for s in owned]}) is given blocks of "
+                f"{tokens} tokens; the kernels of its layers take "
+                f"{', '.join(map(str, kernel_block_tokens))}."
             )
-        groups += _stripe(kind, owned, tokens)
+        is_alone = kinds.count(kind) == 1
+        name = kind if is_alone else f"{kind}.{kind_name(lifetime)}"
+        groups += _stripe(name, owned, tokens)
     return tuple(groups)
 
 
-def _stripe(kind: str, specs: list[LayerCacheSpec], block_tokens: int) -> list[KVCacheGroup]:
+def _check_uniform(owners: Sequence[LayerCacheSpec]) -> None:
+    others = [s.layer for s in owners if not isinstance(s.lifetime, Full)]
+    if others:
+        raise ConfigError(
+            f"--hybrid-mode false asks for the vanilla engine, where every layer keeps every "
+            f"token, but the layers {others} do not. Leave --hybrid-mode unset or set it to true."
+        )
+
+
+def _stripe(name: str, specs: list[LayerCacheSpec], block_tokens: int) -> list[KVCacheGroup]:
     """Cut a group whose block is larger than a superblock may be into subsets of its layers."""
-    whole = make_group(kind, specs, block_tokens)
+    whole = make_group(name, specs, block_tokens)
     if whole.block_bytes <= MAX_STRIPE_BYTES or len(specs) == 1:
         return [whole]
     num_stripes = min(len(specs), -(-whole.block_bytes // MAX_STRIPE_BYTES))
     bounds = [len(specs) * i // num_stripes for i in range(num_stripes + 1)]
     return [
-        make_group(f"{kind}.{i}", specs[bounds[i] : bounds[i + 1]], block_tokens)
+        make_group(f"{name}.{i}", specs[bounds[i] : bounds[i + 1]], block_tokens)
         for i in range(num_stripes)
     ]

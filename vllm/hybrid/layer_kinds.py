@@ -81,6 +81,12 @@ def kind_name(lifetime: Lifetime) -> str:
     return type(lifetime).__name__.lower()
 
 
+def is_known_family(config: Config) -> bool:
+    """Whether the table knows what the layers of this checkpoint's family keep, or refuses it."""
+    model_type = config.get("model_type")
+    return model_type in _FAMILIES or model_type in _REFUSED
+
+
 def is_hybrid(kinds: Sequence[LayerKind]) -> bool:
     """Whether some layer remembers less than everything, or another's rows."""
     return any(k.lifetime != FULL or k.reads_from is not None for k in kinds)
