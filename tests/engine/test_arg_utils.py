@@ -38,7 +38,8 @@ FROZEN_FLAGS = """
 --ngram-prompt-lookup-min --spec-decoding-acceptance-method
 --typical-acceptance-sampler-posterior-threshold --typical-acceptance-sampler-posterior-alpha
 --disable-logprobs-during-spec-decoding --disable-log-stats --otlp-traces-endpoint
---collect-detailed-traces --disable-log-requests
+--collect-detailed-traces --disable-log-requests --hybrid-mode --hybrid-config --hybrid-strict
+--trace-level
 """
 SHORT = {"-q", "-tp", "-pp", "-spec-draft-tp", "-h", "--help"}
 

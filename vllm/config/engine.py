@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm.config.cache import CacheConfig
+from vllm.config.hybrid import HybridSettings
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -59,6 +60,7 @@ class EngineConfig:
     load_config: LoadConfig = field(default_factory=LoadConfig)
     decoding_config: DecodingConfig = field(default_factory=DecodingConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    hybrid: HybridSettings = field(default_factory=HybridSettings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configs as nested dicts."""

@@ -7,12 +7,13 @@ hands the fields to config/resolve.py, the one place where "auto" becomes a valu
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from vllm.config import EngineConfig, LoadConfig, ModelConfig
 from vllm.config.resolve import resolve_engine_config
 from vllm.engine.flags import ASYNC_FLAGS, ENGINE_FLAGS, Flag
+from vllm.hybrid.resolve import resolve_hybrid
 from vllm.plugins import load_general_plugins
 from vllm.utils.argument_parser import FlexibleArgumentParser, StoreBoolean
 
@@ -110,6 +111,10 @@ class EngineArgs:
     override_neuron_config: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     scheduling_policy: str = "fcfs"
+    hybrid_mode: bool | None = None
+    hybrid_config: str | None = None
+    hybrid_strict: bool = False
+    trace_level: str = "off"
 
     def __post_init__(self) -> None:
         load_general_plugins()
@@ -133,7 +138,16 @@ class EngineArgs:
 
         Raises: ConfigError naming the flag, what was given and what is allowed.
         """
-        return resolve_engine_config(self)
+        config = resolve_engine_config(self)
+        hybrid = resolve_hybrid(
+            config.model_config.hf_config,
+            config.model_config.max_model_len,
+            mode=self.hybrid_mode,
+            file=self.hybrid_config,
+            is_strict=self.hybrid_strict,
+            trace_level=self.trace_level,
+        )
+        return replace(config, hybrid=hybrid)
 
     def create_model_config(self) -> ModelConfig:
         """Resolve the fields that describe the model."""

@@ -149,6 +149,20 @@ _CACHE = (
     Flag(field="num_lookahead_slots", read=int, help="accepted; not used"),
 )
 
+_HYBRID = (
+    _switch(
+        "hybrid_mode",
+        "each layer keeps what it needs; false keeps every token in every layer (unset: by model)",
+    ),
+    Flag(field="hybrid_config", help="JSON file: block size, kernel, ratio of each layer type"),
+    _switch("hybrid_strict", "a kernel that is not available is an error, not replaced"),
+    Flag(
+        field="trace_level",
+        choices=("off", "info", "debug"),
+        help="log the cache's work: info a line a step, debug each allocation",
+    ),
+)
+
 _SCHEDULING = (
     Flag(field="max_num_seqs", read=int, help="most sequences in a step, each of n counted"),
     Flag(field="max_num_batched_tokens", read=int, help="token budget of a step"),
@@ -220,6 +234,7 @@ ENGINE_FLAGS: dict[str, tuple[Flag, ...]] = {
     "Model, tokenizer, weights": _MODEL,
     "Parallelism and device": _PARALLEL,
     "KV cache and memory": _CACHE,
+    "Hybrid models": _HYBRID,
     "Scheduling": _SCHEDULING,
     "Execution": _EXECUTION,
     "Observability": _OBSERVABILITY,
