@@ -6,6 +6,12 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
+
+from tests.entrypoints.conftest import Client
+from tests.utils.fixtures_models import build_chain_tokenizer
+from tests.utils.http_server import serve_engine
+from tests.utils.scripted_engine import ScriptedEngine
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -209,3 +215,35 @@ def test_tokenize_and_detokenize(hello: Any) -> None:
     assert hello.post("/detokenize", tokens=[9999]).status_code == 400
     assert hello.post("/tokenize", prompt="a", messages=USER).status_code == 400
     assert hello.post("/tokenize", messages=[{"role": 1}]).status_code == 400
+
+
+# C26: one BOS by the chat endpoint; with texts the caller is in charge
+
+
+def test_c26_beginning_of_sequence() -> None:
+    tokenizer = build_chain_tokenizer(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 263)]
+    )
+    engine = ScriptedEngine(tokenizer)
+    with serve_engine(engine) as url:
+        client = Client(engine, url)
+        body = client.chat("AB")
+        assert engine.requests[-1][0]["prompt_token_ids"] == [263, 65, 66]
+        assert body["usage"]["prompt_tokens"] == 3
+        ids = client.post("/tokenize", messages=[{"role": "user", "content": "AB"}]).json()[
+            "tokens"
+        ]
+        assert ids == [263, 65, 66]
+        for adds, wanted in ((True, [263, 263, 65, 66]), (False, [263, 65, 66])):
+            client.complete(prompt="<s>AB", add_special_tokens=adds)
+            assert engine.requests[-1][0]["prompt_token_ids"] == wanted
+            reply = client.post("/tokenize", prompt="<s>AB", add_special_tokens=adds)
+            assert reply.json()["tokens"] == wanted
+        echoed = client.complete(prompt="AB", echo=True, logprobs=0, max_tokens=1)["choices"][0]
+        assert echoed["text"] == "ABhello"
+        assert echoed["logprobs"]["tokens"] == ["<s>", "A", "B", "hello"]
+        assert echoed["logprobs"]["text_offset"] == [0, 0, 1, 2], "offsets point into the text"
+        client.http.close()
