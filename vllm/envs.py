@@ -66,5 +66,9 @@ def __dir__() -> list[str]:
 
 
 def make_child_environment(**defaults: str) -> dict[str, str]:
-    """Return this process's environment for a child process; `defaults` fill what is not set."""
-    return {**defaults, **os.environ}
+    """Return this process's environment for a child that computes; `defaults` fill what is not set.
+
+    OpenMP threads wait passively: spinning after each parallel region would take the processors
+    from the API process, and from the ranks of one machine. It can only be said before the start.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **defaults, **os.environ}
