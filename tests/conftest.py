@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
-from tests.utils.real_models import require_gemma3, require_smollm2
-from tests.utils.tiny_models import TinyModels
-
 # Before torch is imported: threads that spin between parallel regions make the tests, which share
 # their processors with servers and other ranks, many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+
+from tests.utils.real_models import require_gemma3, require_smollm2  # noqa: E402
+from tests.utils.tiny_models import TinyModels  # noqa: E402
 
 
 @pytest.fixture(scope="session")
