@@ -77,6 +77,7 @@ class Attention(nn.Module):
             chunk_tokens=chunk_tokens,
             soft_cap=soft_cap,
             sinks=sinks,
+            writes_cache=reads_from is None,
         )
         self.query = KernelQuery(
             num_heads=num_heads,
@@ -108,7 +109,8 @@ class Attention(nn.Module):
 
         Args:
             query_THD: [T, num_heads, head_size].
-            key_THD: [T, num_kv_heads, head_size], or None for a layer with `reads_from`.
+            key_THD: [T, num_kv_heads, head_size]. A layer with `reads_from` is given the rows of
+                the layer that it reads, or None where that one stores every token.
             value_THD: same.
             batch: the step.
             attention: caches of all layers and plans of all kernels.

@@ -66,6 +66,8 @@ class AttentionParams:
 
     Attributes:
         sinks: float32 [num_heads], the learned logit of each head, or None.
+        writes_cache: whether the layer stores the rows it is given; False where it reads the cache
+            of another layer, and the new rows are that layer's.
     """
 
     scale: float
@@ -74,6 +76,7 @@ class AttentionParams:
     chunk_tokens: int = 0
     soft_cap: float = 0.0
     sinks: Tensor | None = None
+    writes_cache: bool = True
 
 
 Rule = Callable[[KernelQuery], bool | str]
@@ -139,8 +142,9 @@ class AttentionBackend(ABC):
         Args:
             out_THD: [T, H, D], written.
             query_THD: [T, H, D].
-            key_THD: new keys [T, Hkv, D], or None for a layer that reads another's cache (the owner
-                has written this step's rows already).
+            key_THD: this step's keys [T, Hkv, D]. They are read from here, never from the cache,
+                which need not have room for them (slots of -1). None takes them from the cache: a
+                layer that reads another's, every row of which is stored.
             value_THD: new values, same.
             cache: the layer's views of the arena.
             batch: the step.

@@ -80,7 +80,7 @@ class CpuBackend(AttentionBackend):
         """See `AttentionBackend.forward`."""
         key_cache, value_cache = cache.tensors
         group = batch.groups[cache.group]
-        if key_THD is not None and value_THD is not None:
+        if params.writes_cache and key_THD is not None and value_THD is not None:
             reshape_and_cache(key_THD, value_THD, key_cache, value_cache, group.slots)
         paged_attention(
             out_THD,

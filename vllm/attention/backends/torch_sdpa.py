@@ -78,7 +78,7 @@ class TorchBackend(AttentionBackend):
         """See `AttentionBackend.forward`."""
         key_cache, value_cache = cache.tensors
         group = batch.groups[cache.group]
-        if key_THD is not None and value_THD is not None:
+        if params.writes_cache and key_THD is not None and value_THD is not None:
             _write_rows(key_cache, key_THD, group)
             _write_rows(value_cache, value_THD, group)
         cu_query_lens, seq_lens = plan
@@ -88,8 +88,8 @@ class TorchBackend(AttentionBackend):
                 continue
             out_THD[start:stop] = attend_row(
                 query_THD[start:stop],
-                _gather_rows(key_cache, group, row, seq_len),
-                _gather_rows(value_cache, group, row, seq_len),
+                _gather_rows(key_cache, group, row, seq_len, key_THD, (start, stop)),
+                _gather_rows(value_cache, group, row, seq_len, value_THD, (start, stop)),
                 params,
             )
 
@@ -100,10 +100,23 @@ def _write_rows(cache: Tensor, rows_THD: Tensor, group: GroupBatch) -> None:
     cache[slots[is_kept, 0], slots[is_kept, 1]] = rows_THD[is_kept].to(cache.dtype)
 
 
-def _gather_rows(cache: Tensor, group: GroupBatch, row: int, seq_len: int) -> Tensor:
-    num_blocks = -(-seq_len // group.block_tokens)
+def _gather_rows(
+    cache: Tensor,
+    group: GroupBatch,
+    row: int,
+    seq_len: int,
+    fresh_THD: Tensor | None,
+    span: tuple[int, int],
+) -> Tensor:
+    """Return the rows of one sequence, [seq_len, Hkv, D]: cached ones, then those of this step."""
+    start, stop = span
+    num_cached = seq_len if fresh_THD is None else seq_len - (stop - start)
+    num_blocks = -(-num_cached // group.block_tokens)
     blocks = group.block_offsets[row, :num_blocks].long()
-    return cache[blocks].flatten(0, 1)[:seq_len]
+    cached = cache[blocks].flatten(0, 1)[:num_cached]
+    if fresh_THD is None:
+        return cached
+    return torch.cat((cached, fresh_THD[start:stop].to(cache.dtype)))
 
 
 def attend_row(
