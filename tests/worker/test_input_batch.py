@@ -130,7 +130,8 @@ def check(step: StepInput, plan: StepPlan, known: dict[int, Known]) -> None:
             positions.append(position)
             for g, geometry in enumerate(GEOMETRIES):
                 block = seq.tables[g][position // geometry.block_tokens]
-                slots[g].append([offset_of(block, geometry), position % geometry.block_tokens])
+                offset = -1 if block == -1 else offset_of(block, geometry)  # -1 is not stored
+                slots[g].append([offset, position % geometry.block_tokens])
         starts.append(len(ids))
         lens.append(row.num_computed_tokens + row.num_new_tokens)
         if row.num_samples:

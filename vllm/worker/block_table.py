@@ -64,6 +64,7 @@ class BlockTable:
         self.geometry = geometry
         self._max_blocks = -(-max_tokens // geometry.block_tokens) + 1
         self._num_blocks = [0] * num_rows
+        self._has_gaps = False
         self._offsets = self._make_pad(num_rows, min(_FIRST_WIDTH, self._max_blocks))
 
     def grow(self, num_rows: int) -> None:
@@ -84,6 +85,7 @@ class BlockTable:
         """Add blocks at the end of a row's table."""
         start = self._num_blocks[row]
         stop = start + len(block_ids)
+        self._has_gaps = self._has_gaps or any(block_id < 0 for block_id in block_ids)
         assert stop <= self._max_blocks, f"{stop} blocks in a table of {self._max_blocks}"
         width = self._offsets.shape[1]
         if stop > width:  # tables are as wide as the longest sequence so far, not as max_model_len
@@ -107,6 +109,8 @@ class BlockTable:
     def get_slots(self, rows: Int64Array, positions: Int64Array) -> Int32Array:
         """Return (offset of the block, row inside it) of each token: int32 [T, 2].
 
+        The offset of a token that has no block is -1: its row is not stored.
+
         Args:
             rows: the row of each token, [T].
             positions: its position in the sequence, [T].
@@ -115,4 +119,6 @@ class BlockTable:
         slots = np.empty((len(positions), 2), dtype=np.int32)
         slots[:, 0] = self._offsets[rows, blocks]
         slots[:, 1] = inside
+        if self._has_gaps:
+            slots[slots[:, 0] == self.geometry.pad_offset, 0] = -1
         return slots
