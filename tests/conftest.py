@@ -9,10 +9,10 @@ from pathlib import Path
 # their processors with servers and other ranks, many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.utils.real_models import require_gemma3, require_smollm2  # noqa: E402
-from tests.utils.tiny_models import TinyModels  # noqa: E402
+from tests.utils.real_models import require_gemma3, require_smollm2
+from tests.utils.tiny_models import TinyModels
 
 
 @pytest.fixture(scope="session")
