@@ -44,6 +44,7 @@ class ScriptedEngine:
         fails_after: int | None = None,
         max_model_len: int = 512,
         policy: str = "fcfs",
+        skip_tokenizer_init: bool = False,
     ) -> None:
         """Set the answer.
 
@@ -54,6 +55,7 @@ class ScriptedEngine:
             fails_after: tokens after which the engine dies.
             max_model_len: of the model config.
             policy: of the scheduler config.
+            skip_tokenizer_init: of the model config: no text is made.
         """
         self.tokenizer = tokenizer
         ids = (
@@ -73,13 +75,15 @@ class ScriptedEngine:
             tokenizer="chain",
             max_model_len=max_model_len,
             served_model_names=("chain", "chain-alias"),
+            skip_tokenizer_init=skip_tokenizer_init,
             hf_config={"vocab_size": VOCAB, "num_hidden_layers": 1},
         )
         scheduler = SchedulerConfig(
             max_num_batched_tokens=512, max_num_seqs=8, max_model_len=max_model_len, policy=policy
         )
-        self._inputs = InputProcessor(self._config, scheduler, tokenizer)
-        self._table = TokenBytes(tokenizer)
+        known = None if skip_tokenizer_init else tokenizer
+        self._inputs = InputProcessor(self._config, scheduler, known)
+        self._table = None if known is None else TokenBytes(known)
 
     @property
     def is_running(self) -> bool:

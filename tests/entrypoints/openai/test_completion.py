@@ -154,6 +154,23 @@ def test_text_that_is_tokenised_off_the_loop(serve: Any) -> None:
     assert client.complete(prompt="A" * 30_000)["usage"]["prompt_tokens"] == 30_000
 
 
+def test_server_without_a_tokenizer(serve: Any) -> None:
+    client = serve([65, 66], skip_tokenizer_init=True)
+    body = client.complete(prompt=[7, 8], max_tokens=2, logprobs=0)
+    assert body["choices"][0]["text"] == ""
+    assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:65", "token_id:66"]
+    assert body["usage"]["completion_tokens"] == 2
+    for path, fields in (
+        ("/v1/completions", {"prompt": "text"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "text"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        reply = client.post(path, **fields)
+        assert reply.status_code == 400, path
+        assert "--skip-tokenizer-init" in reply.json()["message"]
+
+
 def test_parameters_reach_the_engine(serve: Any) -> None:
     client = serve(policy="priority")
     client.complete(
