@@ -16,8 +16,8 @@ SHAPES = ((1, 1), (5, 7), (32, 64), (33, 31), (70, 576), (96, 129), (200, 2048))
 def assert_product_near(actual: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> None:
     """Compare products whose float32 sums run in different orders.
 
-    bfloat16 results may fall to either side of one rounding step (2**-8 relative); the float32 error
-    of a sum of k terms grows with its absolute size, about sqrt(k) here.
+    bfloat16 results may fall to either side of one rounding step (2**-8 relative); the float32
+    error of a sum of k terms grows with its absolute size, about sqrt(k) here.
     """
     rtol = 2**-7 if x.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=2e-6 * x.shape[1] ** 0.5)

@@ -42,7 +42,7 @@ class PagedCache:
         """Write K and V rows of the given positions of a row."""
         offsets = self.block_offsets[row].long()[positions // self.block_tokens]
         for view, source in ((self.key, key), (self.value, value)):
-            # torch refuses to index into a view whose units overlap; the flat memory does not overlap.
+            # torch does not write to a view whose units overlap by index; flat memory does not.
             unit, token, _, _ = view.stride()
             starts = offsets * unit + positions % self.block_tokens * token
             row_size = source.shape[1] * source.shape[2]

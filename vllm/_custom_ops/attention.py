@@ -31,22 +31,28 @@ def paged_attention(
 ) -> None:
     """Attend from the new tokens of each row to what they may see of that row.
 
-    Row b's queries stand at positions seq_lens[b] - q … seq_lens[b] - 1. Position p sees p - W + 1 … p
-    (window W > 0), p // c * c … p (chunk c > 0) or 0 … p, and always the first `sink_tokens` rows up
-    to p. Whatever is not seen is never read, or selected away: NaN there does not leak.
+    Row b's queries stand at positions seq_lens[b] - q … seq_lens[b] - 1. Position p sees
+    p - W + 1 … p (window W > 0), p // c * c … p (chunk c > 0) or 0 … p, and always the first
+    `sink_tokens` rows up to p. Whatever is not seen is never read, or selected away: NaN there does
+    not leak.
 
     Args:
         out_THD: like `query_THD`; overwritten.
         query_THD: float32 or bfloat16 [T, H, D], D a multiple of 8 up to 256, contiguous in D.
-        key_cache, value_cache: [num_units, block_tokens, Hkv, D] views, stride(0) = 256 bytes.
-        block_offsets_BN: int32; (b, i) is the unit in which positions i * block_tokens … of row b lie.
+        key_cache: [num_units, block_tokens, Hkv, D] view, stride(0) = 256 bytes.
+        value_cache: same.
+        block_offsets_BN: int32; (b, i) is the unit in which positions i * block_tokens … of row b
+            lie.
         cu_query_lens: int32 [B + 1].
         seq_lens: int32 [B], computed and new tokens.
         scale: factor of the logits.
+        window: W above; 0 is none.
         soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c).
         sinks: float32 [H], a logit that joins each softmax with no value.
-        fresh_key_THD, fresh_value_THD: [T, Hkv, D]; new tokens' rows are read from here instead of
-            the cache.
+        sink_tokens: first rows that stay visible whatever the window or the chunk.
+        chunk_tokens: c above; 0 is none.
+        fresh_key_THD: [T, Hkv, D]; new tokens' rows are read from here instead of the cache.
+        fresh_value_THD: same; both or none.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride, dtype or value.

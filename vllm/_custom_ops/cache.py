@@ -17,8 +17,10 @@ def reshape_and_cache(
     """Write new K and V rows into their cache slots.
 
     Args:
-        key_THD, value_THD: float32 or bfloat16 [T, Hkv, D], contiguous in D.
-        key_cache, value_cache: [num_units, block_tokens, Hkv, D] views, stride(0) = 256 bytes.
+        key_THD: float32 or bfloat16 [T, Hkv, D], contiguous in D.
+        value_THD: same.
+        key_cache: [num_units, block_tokens, Hkv, D] view, stride(0) = 256 bytes.
+        value_cache: same.
         slots_T2: int32; (offset of the block in 256-byte units, row inside it); offset -1 skips the
             token.
 

@@ -21,8 +21,8 @@ BLOCK_COLUMNS = 32
 def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the shape of a packed [n, k] weight.
 
-    float32: [blocks, k, 32]; bfloat16: [blocks, ceil(k / 2), 32, 2], so that two neighbours in k lie
-    in one 32-bit lane. Zero padded.
+    float32: [blocks, k, 32]; bfloat16: [blocks, ceil(k / 2), 32, 2], so that two neighbours in k
+    lie in one 32-bit lane. Zero padded.
     """
     blocks = -(-n // BLOCK_COLUMNS)
     if dtype == torch.float32:
@@ -33,8 +33,8 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
 def empty_packed(n: int, k: int, dtype: torch.dtype, *, count: int | None = None) -> Tensor:
     """Return uninitialised memory for one packed weight, or for a stack of `count` of them.
 
-    It lies in huge pages, next to what was allocated before it: pack weights in the order in which a
-    forward pass reads them.
+    It lies in huge pages, next to what was allocated before it: pack weights in the order in which
+    a forward pass reads them.
     """
     shape = packed_shape(n, k, dtype)
     if count is not None:
