@@ -1,4 +1,4 @@
-"""Paged attention against its twin: masks, sizes, poison, the same bits however a row is computed."""
+"""Paged attention against its twin: masks, sizes, poison, the same bits by every route."""
 
 from __future__ import annotations
 
