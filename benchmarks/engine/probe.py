@@ -1,7 +1,7 @@
 """Time an engine that has vLLM's Python API, one workload run per line of standard input.
 
-Run by `compare_cpu.py` in each engine's own environment, so that the same lines measure this project
-and its peer. Reads `{"batch": B, "prompt": P, "output": O, "seed": S}`, answers
+Run by `compare_cpu.py` in each engine's own environment, so that the same lines measure this
+project and its peer. Reads `{"batch": B, "prompt": P, "output": O, "seed": S}`, answers
 `{"prefill_s": …, "total_s": …}`; never decides which engine is faster.
 """
 

@@ -1,0 +1,179 @@
+"""What serving costs beside the bare engine, on one machine: start, memory, time per token.
+
+Loads the model twice, offline and behind HTTP, and lets them take turns on the same number of
+streams. Reports the time per output token of both and their ratio, the client's own CPU time, how
+long the server takes until its first answer, and the memory of all server processes (proportional
+share) while loading and steady, without the KV cache. Writes JSON into benchmarks/results/.
+
+    python benchmarks/serving/http_overhead.py --streams 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "engine"), str(Path(__file__).parent)]
+
+from compare_cpu import ApiEngine, describe_machine  # noqa: E402
+from prepare_peers import prepare  # noqa: E402
+from probe import make_prompts  # noqa: E402
+from raw_client import RawClient  # noqa: E402
+from soak import measure_pss_mib, start_server  # noqa: E402
+
+CACHE_GIB = 0.5  # enough for the streams; its touched pages are taken off the memory reported
+VOCAB = 49152
+
+
+class MemoryWatch(threading.Thread):
+    """Samples the memory of a process tree until stopped."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._done = threading.Event()
+        self.peak_mib = 0.0
+
+    def run(self) -> None:
+        """Keep the largest sample."""
+        while not self._done.wait(0.05):
+            self.peak_mib = max(self.peak_mib, measure_pss_mib(self._pid))
+
+    def stop(self) -> float:
+        """End the sampling and return the peak."""
+        self._done.set()
+        self.join()
+        return self.peak_mib
+
+
+async def wait_answer(port: int, process: subprocess.Popen[bytes]) -> str:
+    """Wait for the first answer and return the name of the served model."""
+    client = RawClient(port, "")
+    while process.poll() is None:
+        try:
+            models = await client.get("/v1/models")
+            name = models["data"][0]["id"]
+            body = {"prompt": [1, 2, 3], "max_tokens": 1}
+            reply = await RawClient(port, name).post("/v1/completions", body)
+            if reply.status == 200:
+                return str(name)
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            pass
+        await asyncio.sleep(0.05)
+    raise SystemExit("the server could not start")
+
+
+async def stream_all(client: RawClient, prompts: list[list[int]], tokens: int) -> list[float]:
+    """Stream every prompt at once; return each stream's seconds per output token."""
+    body = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    replies = await asyncio.gather(
+        *(client.post("/v1/completions", body | {"prompt": ids}) for ids in prompts)
+    )
+    if any(not reply.is_whole for reply in replies):
+        raise SystemExit(f"a stream broke: {replies[0].error_text}")
+    return [(r.events_s[-1] - r.events_s[0]) / (tokens - 1) for r in replies]
+
+
+def measure_http(port: int, name: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Run one round over HTTP."""
+    prompts = make_prompts(args.streams, args.prompt, seed, VOCAB)
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    tpots_s = asyncio.run(stream_all(RawClient(port, name), prompts, args.tokens))
+    return {
+        "tpot_ms": 1e3 * statistics.mean(tpots_s),
+        "client_cpu_s": time.process_time() - cpu_s,
+        "elapsed_s": time.perf_counter() - start_s,
+    }
+
+
+def measure_offline(engine: ApiEngine, args: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Run one round in process."""
+    row = engine.measure(args.streams, args.prompt, args.tokens, seed)
+    return {"tpot_ms": 1e3 * (row["total_s"] - row["prefill_s"]) / (args.tokens - 1)}
+
+
+def start_http(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """Start the server and note what starting took."""
+    flags = ["--max-model-len", "2048", "--max-num-seqs", "32", "--no-enable-prefix-caching"]
+    server_args = argparse.Namespace(model=str(model), serve_args=flags)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)
+    started_s = time.perf_counter()
+    process, port = start_server(server_args)
+    watch = MemoryWatch(process.pid)
+    watch.start()
+    name = asyncio.run(wait_answer(port, process))
+    ready_s = time.perf_counter() - started_s
+    return {
+        "process": process,
+        "port": port,
+        "name": name,
+        "ready_s": round(ready_s, 2),
+        "loading_peak_pss_mib": round(watch.stop()),
+        "idle_pss_mib": round(measure_pss_mib(process.pid)),
+    }
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything and return the report."""
+    model = args.model or prepare({"ours"}).bf16_gguf
+    server = start_http(args, model)
+    process, port, name = server.pop("process"), server.pop("port"), server.pop("name")
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB), "PYTHONPATH": str(ROOT)}
+    engine = ApiEngine("offline", sys.executable, str(model), VOCAB, env)
+    offline, http = [], []
+    try:
+        for seed in range(args.runs + 1):
+            rows = measure_offline(engine, args, seed), measure_http(port, name, args, seed)
+            if seed:
+                offline.append(rows[0])
+                http.append(rows[1])
+        steady = measure_pss_mib(process.pid)
+    finally:
+        engine.close()
+        process.terminate()
+        process.wait(30)
+    ours, bare = (statistics.median(r["tpot_ms"] for r in rows) for rows in (http, offline))
+    return {
+        "what": f"{args.streams} streams of {args.prompt} + {args.tokens} tokens, medians",
+        "machine": describe_machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "server": server | {"steady_pss_mib_with_cache": round(steady)},
+        "offline_tpot_ms": round(bare, 2),
+        "http_tpot_ms": round(ours, 2),
+        "http_over_offline": round(ours / bare, 3),
+        "client_cpu_share": round(
+            statistics.median(r["client_cpu_s"] / r["elapsed_s"] for r in http), 3
+        ),
+        "rounds": {"offline": offline, "http": http},
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=None, help="GGUF file; SmolLM2 BF16 if unset")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=128, help="output tokens")
+    parser.add_argument("--runs", type=int, default=5)
+    default = ROOT / "benchmarks" / "results" / "http_overhead.json"
+    parser.add_argument("--output", type=Path, default=default)
+    args = parser.parse_args()
+    report = run(args)
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "rounds"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
