@@ -385,6 +385,8 @@ def test_without_a_tokenizer(tiny_models: TinyModels) -> None:
     assert answer.logprobs[0][257].decoded_token is None
     with pytest.raises(RequestError, match="give prompt_token_ids"):
         run(llm, "ABC")
+    with pytest.raises(RequestError, match="stop strings needs a tokenizer"):
+        run(llm, {"prompt_token_ids": [67]}, SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.get_tokenizer()
 

@@ -49,6 +49,7 @@ class SchedulerStats:
 
     Attributes:
         num_running, num_waiting: sequences, branches counted.
+        num_running_requests, num_waiting_requests: requests; one with a running branch runs.
         num_preemptions: sequences that lost their place so far.
         num_prompt_tokens: prompt tokens of requests admitted so far, cached ones included.
         num_generated_tokens: output tokens so far.
@@ -60,6 +61,8 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
+    num_running_requests: int
+    num_waiting_requests: int
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int

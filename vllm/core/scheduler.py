@@ -84,9 +84,12 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the state of queues and cache now."""
         cache, roster = self._cache, self._roster
+        num_running_requests = len({sequence.state for sequence in roster.running})
         return SchedulerStats(
             num_running=len(roster.running),
             num_waiting=len(roster.waiting),
+            num_running_requests=num_running_requests,
+            num_waiting_requests=len(roster.requests) - num_running_requests,
             num_preemptions=roster.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._outcome.num_generated_tokens,

@@ -160,8 +160,8 @@ class EngineCore:
         """Return counts of now."""
         stats = self.scheduler.stats()
         return CoreStats(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting + len(self._compiling),
+            num_running=stats.num_running_requests,
+            num_waiting=stats.num_waiting_requests + len(self._compiling),
             groups=[
                 GroupUsage(
                     name=group.name,

@@ -102,6 +102,8 @@ class InputProcessor:
         self.check_prompt(token_ids)
         grammar = self._grammar(params)
         stop_ids = self._stop_ids(params)
+        if params.stop:
+            self._need_tokenizer("stop strings")
         eos_id = None if params.ignore_eos else self.eos_token_id
         end_ids = stop_ids if eos_id is None else (eos_id, *stop_ids)
         sampling = self._row_sampling(params, end_ids, has_grammar=grammar is not None)
