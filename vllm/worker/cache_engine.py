@@ -49,37 +49,50 @@ class CacheEngine:
     def __init__(
         self, specs: Sequence[LayerCacheSpec], layout: CacheLayout, device: torch.device
     ) -> None:
-        self.groups = tuple(_size_group(group, specs) for group in layout.groups)
+        self._specs = tuple(specs)
+        self._device = device
+        self._is_poisoned: bool = envs.VLLM_POISON_CACHE
+        groups = tuple(_size_group(group, specs) for group in layout.groups)
+        slots = [group.blocks_per_superblock for group in layout.groups]
+        self._lay_out(groups, slots, layout.num_superblocks)
+
+    def _lay_out(
+        self, groups: tuple[KVCacheGroup, ...], slots: Sequence[int], num_superblocks: int
+    ) -> None:
+        """Allocate the arena and bind the layers.
+
+        Args:
+            groups: with this rank's byte sizes.
+            slots: blocks of each group that a superblock holds.
+            num_superblocks: without the one for the pad blocks.
+        """
         superblock_bytes = max(
-            (
-                shape.blocks_per_superblock * group.block_bytes
-                for shape, group in zip(layout.groups, self.groups, strict=True)
-            ),
+            (count * group.block_bytes for count, group in zip(slots, groups, strict=True)),
             default=BLOCK_ALIGNMENT_BYTES,
         )
         superblock_units = superblock_bytes // BLOCK_ALIGNMENT_BYTES
-        num_units = (layout.num_superblocks + 1) * superblock_units
+        num_units = (num_superblocks + 1) * superblock_units
         if num_units > MAX_ARENA_UNITS:
             raise ConfigError(
                 f"a cache of {num_units * BLOCK_ALIGNMENT_BYTES} bytes a rank is beyond the "
                 f"{MAX_ARENA_UNITS * BLOCK_ALIGNMENT_BYTES} that block offsets reach; give it less"
             )
+        self.groups = groups
         self.geometries = tuple(
             GroupGeometry(
                 block_tokens=group.block_tokens,
-                blocks_per_superblock=shape.blocks_per_superblock,
+                blocks_per_superblock=count,
                 superblock_units=superblock_units,
                 block_units=group.block_bytes // BLOCK_ALIGNMENT_BYTES,
-                pad_offset=layout.num_superblocks * superblock_units,
+                pad_offset=num_superblocks * superblock_units,
             )
-            for shape, group in zip(layout.groups, self.groups, strict=True)
+            for count, group in zip(slots, groups, strict=True)
         )
-        self.arena = allocate_arena(num_units * BLOCK_ALIGNMENT_BYTES, device)
-        self.caches = _bind_layers(self.arena, self.groups, specs)
-        self._is_poisoned: bool = envs.VLLM_POISON_CACHE
+        self.arena = allocate_arena(num_units * BLOCK_ALIGNMENT_BYTES, self._device)
+        self.caches = _bind_layers(self.arena, groups, self._specs)
         if self._is_poisoned:
             self.arena.fill_(_NAN_BYTE)
-        self._owners = [_NO_OWNER] * layout.num_superblocks
+        self._owners = [_NO_OWNER] * num_superblocks
         self._superblock_bytes = superblock_bytes
 
     def prepare_step(self, plan: StepPlan) -> None:
