@@ -110,6 +110,33 @@ def test_body_that_is_no_json(hello: Any) -> None:
     assert form.status_code in (200, 400)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"prompt": "\\ud800"',
+        '"prompt": "a", "stop": ["\\udfff"]',
+        '"prompt": "a", "cache_salt": "\\ud800"',
+        '"prompt": "a", "guided_regex": "\\ud800"',
+        '"prompt": "a", "\\ud800": 1',
+        '"prompt": "a", "model": "\\ud800"',
+        '"prompt": "a", "response_format": {"type": "\\ud800"}',
+        '"prompt": "a", "seed": 1e400',
+        '"prompt": "a", "max_tokens": ' + "9" * 5000,
+    ],
+    ids=lambda fields: fields[:30],
+)
+def test_what_is_no_text_and_no_number(hello: Any, fields: str) -> None:
+    body = f'{{"model": "chain", {fields}}}'
+    headers = {"content-type": "application/json"}
+    for path in ("/v1/completions", "/tokenize"):
+        reply = hello.http.post(path, content=body, headers=headers)
+        assert reply.status_code in ((400,) if path == "/v1/completions" else (200, 400)), (
+            reply.text
+        )
+    chat = body.replace('"prompt"', '"messages": [{"role": "user", "content": "\\ud800"}], "x"')
+    assert hello.http.post("/v1/chat/completions", content=chat, headers=headers).status_code == 400
+
+
 def test_unknown_model_and_path(hello: Any) -> None:
     sdk = openai.OpenAI(base_url=f"{hello.url}/v1", api_key="x", max_retries=0)
     with pytest.raises(openai.NotFoundError) as caught:

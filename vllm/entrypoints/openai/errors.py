@@ -95,14 +95,15 @@ def api_error(cause: BaseException) -> ApiError:
 
 def error_body(error: ApiError) -> ErrorResponse:
     """Return the body that tells of an error."""
+    message = str(error).encode(errors="replace").decode()  # it may quote what is no text
     return ErrorResponse(
         error=ErrorInfo(
-            message=str(error),
+            message=message,
             type=_openai_type(error.status),
             param=error.param,
             code=error.code,
         ),
-        message=str(error),
+        message=message,
         type=error.kind,
         param=error.param,
         code=int(error.status),

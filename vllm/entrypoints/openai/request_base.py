@@ -6,6 +6,7 @@ tokenizer happens later, in the serving classes; nothing here touches an engine.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -46,6 +47,25 @@ def _field_names(model: type[BaseModel]) -> set[str]:
     return names
 
 
+class RequestBody(OpenAIBaseModel):
+    """A whole body; its texts must be texts.
+
+    JSON can spell half of a surrogate pair, which no encoding of text can hold; it would fail
+    somewhere deep inside.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_texts(cls, data: Any) -> Any:
+        try:
+            json.dumps(data, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as cause:
+            raise ValueError(
+                "the body holds half of a surrogate pair (\\ud800 to \\udfff)"
+            ) from cause
+        return data
+
+
 class StreamOptions(OpenAIBaseModel):
     """When usage is sent in a stream; both are off unless asked for, as in OpenAI's service."""
 
@@ -78,7 +98,7 @@ class ResponseFormat(OpenAIBaseModel):
     json_schema: JsonSchemaFormat | None = None
 
 
-class SamplingFields(OpenAIBaseModel):
+class SamplingFields(RequestBody):
     """Fields that completions and chat completions have in common."""
 
     model: str

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from vllm.entrypoints.openai.request_base import OpenAIBaseModel
+from vllm.entrypoints.openai.request_base import RequestBody
 
 
-class TokenizeRequest(OpenAIBaseModel):
+class TokenizeRequest(RequestBody):
     """A text (`prompt`) or a conversation (`messages`) to tokenise.
 
     `add_special_tokens` is true for a text and false for a conversation, unless given.
@@ -34,7 +34,7 @@ class TokenizeRequest(OpenAIBaseModel):
         return self
 
 
-class DetokenizeRequest(OpenAIBaseModel):
+class DetokenizeRequest(RequestBody):
     """Token ids to turn into text."""
 
     model: str
