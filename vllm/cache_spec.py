@@ -1,8 +1,8 @@
 """What a layer must remember: cache fields, lifetimes, layer specs and groups.
 
 A model builds one :class:`LayerCacheSpec` for each layer from that layer's own heads and sizes;
-grouping turns them into :class:`KVCacheGroup`. Memory, admission, prefix reuse and kernel choice all
-follow from these statements. Imports no torch.
+grouping turns them into :class:`KVCacheGroup`. Memory, admission, prefix reuse and kernel choice
+all follow from these statements. Imports no torch.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class FieldPlace:
 class KVCacheGroup:
     """Layers that share a lifetime, and so a block table.
 
-    A block holds `block_tokens` tokens of all layers of the group (every field contiguous inside the
-    block), or, for states, one sequence.
+    A block holds `block_tokens` tokens of all layers of the group (every field contiguous inside
+    the block), or, for states, one sequence.
 
     Attributes:
         name: the kind of its layers.
@@ -140,6 +140,7 @@ def make_group(name: str, specs: list[LayerCacheSpec], block_tokens: int) -> KVC
     """Lay the fields of `specs` out in one block, each field aligned to 64 bytes.
 
     Args:
+        name: name of the group.
         specs: owners only (no `reads_from`), all of one lifetime.
         block_tokens: tokens of a block; ignored for fields kept per sequence.
     """

@@ -32,15 +32,21 @@ def _root(xdg: str, fallback: str) -> Callable[[], str]:
 
 _VARIABLES: dict[str, Callable[[], Any]] = {
     # where things are kept
-    "VLLM_CONFIG_ROOT": lambda: os.environ.get("VLLM_CONFIG_ROOT") or _root("XDG_CONFIG_HOME", ".config")(),
-    "VLLM_CACHE_ROOT": lambda: os.environ.get("VLLM_CACHE_ROOT") or _root("XDG_CACHE_HOME", ".cache")(),
+    "VLLM_CONFIG_ROOT": lambda: (
+        os.environ.get("VLLM_CONFIG_ROOT") or _root("XDG_CONFIG_HOME", ".config")()
+    ),
+    "VLLM_CACHE_ROOT": lambda: (
+        os.environ.get("VLLM_CACHE_ROOT") or _root("XDG_CACHE_HOME", ".cache")()
+    ),
     "VLLM_RPC_BASE_PATH": lambda: os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir(),
     # server
     "VLLM_API_KEY": _text("VLLM_API_KEY"),
     "OPENAI_API_KEY": _text("OPENAI_API_KEY"),
     "VLLM_RPC_TIMEOUT": _number("VLLM_RPC_TIMEOUT", 10_000),  # ms
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": _number("VLLM_ENGINE_ITERATION_TIMEOUT_S", 600),
-    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": lambda: bool(os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH")),
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": lambda: bool(
+        os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH")
+    ),
     # engine
     "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0),  # GiB; 0 = chosen
     "VLLM_CPU_OMP_THREADS_BIND": lambda: os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "all"),

@@ -119,7 +119,8 @@ class SequenceCache:
         copy_sources: for each group, shared blocks whose content the entries after the table must
             start with (copy-on-write after a fork); empty when no group has any.
         stable_tokens: lengths up to this one need no change of any table.
-        generation: of the prefix index, when the sequence entered; after a reset it publishes nothing.
+        generation: of the prefix index, when the sequence entered; after a reset it publishes
+            nothing.
         num_published_tokens: tokens whose blocks have been offered to the prefix index.
         chain: (digest, token bytes) of each full grain of the token history, as far as computed.
         duplicates: grains whose content the index already had in another sequence's blocks.

@@ -94,14 +94,15 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step, in the order in which the workers apply it.
 
-    1. rows in `dropped` leave (finished, aborted, preempted); 2. the bytes of `zero_superblocks` are
-    zeroed; 3. `new_rows` enter; 4. `copies` run; 5. `rows` are computed. A row whose last id is not yet
-    known on the host (overlap) takes it from the worker's own memory of the previous step.
+    1. rows in `dropped` leave (finished, aborted, preempted); 2. the bytes of `zero_superblocks`
+    are zeroed; 3. `new_rows` enter; 4. `copies` run; 5. `rows` are computed. A row whose last id is
+    not yet known on the host (overlap) takes it from the worker's own memory of the previous step.
 
     Attributes:
         zero_superblocks: superblocks whose bytes belonged to another group before.
         rows: rows with one new token first.
-        token_masks: for rows under a grammar, the packed bitmask of allowed ids, int32 words as bytes.
+        token_masks: for rows under a grammar, the packed bitmask of allowed ids, int32 words as
+            bytes.
     """
 
     step: int
