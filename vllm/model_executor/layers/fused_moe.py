@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops import moe as moe_ops
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(PackedModule):
     """N gated MLPs of which each token takes the k most likely ones.
 
     Args:
@@ -111,6 +111,16 @@ class FusedMoE(nn.Module):
         weights_TK = x_TE.new_empty(num_tokens, self.num_chosen, dtype=torch.float32)
         ids_TK = torch.empty(num_tokens, self.num_chosen, dtype=torch.int32, device=x_TE.device)
         moe_ops.topk_softmax(weights_TK, ids_TK, router_TN, self.renormalize)
+        return self.run_chosen(x_TE, weights_TK, ids_TK)
+
+    def run_chosen(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the weighted sum of experts that were chosen elsewhere; see `forward`.
+
+        Args:
+            x_TE: hidden states.
+            weights_TK: float32 [T, k].
+            ids_TK: int32 [T, k].
+        """
         if self.w13_packed is None or self.w2_packed is None:
             return self._run_unpacked(x_TE, weights_TK, ids_TK)
         out_TE = torch.empty_like(x_TE)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from vllm._custom_ops import linear as linear_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
 
-class Linear(nn.Module):
+class Linear(PackedModule):
     """A matrix of this rank: y = x W^T + b.
 
     Args:
@@ -131,11 +131,20 @@ class MergedColumnParallelLinear(Linear):
             row += size
 
     def place(self, field: str, shard: Shard) -> WeightPlace:
-        """See HoldsWeights; shards are the names in `output_sizes`."""
+        """See HoldsWeights; shards are the names in `output_sizes`, None is one tensor of all."""
+        if shard is None:
+            return self._place_all(field)
         assert isinstance(shard, str)
         total, row, size, start = self._places[shard]
         target = self.parameter(field)[row : row + size]
         return WeightPlace(shape=(total, *target.shape[1:]), target=target, axis=0, start=start)
+
+    def _place_all(self, field: str) -> WeightPlace:
+        target, rows, first = self.parameter(field), [], 0
+        for total, _, size, start in self._places.values():
+            rows.append(torch.arange(first + start, first + start + size, device="cpu"))
+            first += total
+        return WeightPlace(shape=(first, *target.shape[1:]), target=target, rows=torch.cat(rows))
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):

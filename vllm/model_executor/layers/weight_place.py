@@ -6,10 +6,11 @@ here knows names of checkpoints or reads files.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Shard = str | tuple[str, int] | None
 """Which part of a merged parameter: "q", "gate", ("up", expert) ...; None if there is only one."""
@@ -24,6 +25,8 @@ class WeightPlace:
         target: view of the parameter that is overwritten.
         axis: axis of the tensor along which ranks differ, or None if each takes it whole.
         start: first index along `axis` that this rank takes; it takes as many as `target` has.
+        rows: int64, the first indices that this rank takes, in the order of `target`; in place of
+            `axis` where they do not lie side by side.
         offset: added to every element in float32 before it is stored.
     """
 
@@ -31,11 +34,14 @@ class WeightPlace:
     target: Tensor
     axis: int | None = None
     start: int = 0
+    rows: Tensor | None = None
     offset: float = 0.0
 
     def write(self, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor` into the parameter, in its dtype and on its device."""
         part = tensor
+        if self.rows is not None:
+            part = tensor.index_select(0, self.rows.to(tensor.device)).view_as(self.target)
         if self.axis is not None:
             part = tensor.narrow(self.axis, self.start, self.target.shape[self.axis])
         if self.offset:
@@ -54,3 +60,11 @@ class HoldsWeights(Protocol):
     def place(self, field: str, shard: Shard) -> WeightPlace:
         """Return where the checkpoint's tensor for one field and shard goes."""
         ...
+
+
+class PackedModule(nn.Module):
+    """A layer whose weights are brought into the form that kernels read, once they are loaded."""
+
+    @abstractmethod
+    def pack(self) -> None:
+        """Bring the weights into the kernels' form and free the originals; called once."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
-from vllm.cache_spec import Full
+from vllm.cache_spec import Full, LayerCacheSpec, Nothing
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import make_gated_activation
 from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -30,7 +30,13 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
-from vllm.model_executor.models.shapes import AttentionShape, LayerShape, MlpShape, MoeShape
+from vllm.model_executor.models.shapes import (
+    AttentionShape,
+    LayerShape,
+    MlpShape,
+    MoeShape,
+    PartShape,
+)
 from vllm.types import DType
 from vllm.utils.tensors import from_torch_dtype
 
@@ -67,6 +73,8 @@ class BlockContext:
 
     Attributes:
         has_unit_offset_norm: whether norms scale by 1 + w.
+        has_float_norm: whether norms keep a float32 weight.
+        residual_scale: factor of what a part adds to the residual stream.
         cache_dtype: element type of K and V in the cache; None is `dtype`.
     """
 
@@ -78,11 +86,32 @@ class BlockContext:
     cache_dtype: DType | None
     tp: TensorParallel
     ropes: RopeSet
+    has_float_norm: bool = False
+    residual_scale: float = 1.0
 
     def make_norm(self, size: int) -> RMSNorm:
         """Return a norm of this model's kind."""
         kind = GemmaRMSNorm if self.has_unit_offset_norm else RMSNorm
-        return kind(size, self.norm_epsilon, self.dtype)
+        return kind(size, self.norm_epsilon, torch.float32 if self.has_float_norm else self.dtype)
+
+
+class Mixer(Protocol):
+    """What a decoder layer has in the place of attention.
+
+    Attributes:
+        spec: what the layer keeps.
+        kernel_layer: the attention whose kernel the worker chooses, or None.
+    """
+
+    @property
+    def spec(self) -> LayerCacheSpec: ...
+
+    @property
+    def kernel_layer(self) -> Attention | None: ...
+
+    def __call__(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
+        """Return the contribution to the residual stream, [T, E]."""
+        ...
 
 
 class AttentionBlock(nn.Module):
@@ -123,6 +152,16 @@ class AttentionBlock(nn.Module):
             window=shape.window,
             soft_cap=shape.soft_cap,
         )
+
+    @property
+    def spec(self) -> LayerCacheSpec:
+        """See Mixer."""
+        return self.attention.spec
+
+    @property
+    def kernel_layer(self) -> Attention:
+        """See Mixer."""
+        return self.attention
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """Return the attention's contribution to the residual stream, [T, E]."""
@@ -200,6 +239,7 @@ class MoeBlock(nn.Module):
                 context,
                 is_partial=True,
             )
+        if shape.shared_size and shape.has_shared_gate:
             self.shared_gate = ReplicatedLinear(
                 context.hidden_size, 1, bias=False, dtype=context.dtype
             )
@@ -207,11 +247,32 @@ class MoeBlock(nn.Module):
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
         out_TE = self.experts(x_TE, self.router(x_TE))
-        if self.shared is not None and self.shared_gate is not None:
-            # torch.sigmoid rounds an element by its place in memory; exp and division do not.
-            gate_T1 = 1.0 / (1.0 + torch.exp(-self.shared_gate(x_TE).float()))
-            out_TE = out_TE + gate_T1.to(x_TE.dtype) * self.shared(x_TE)
+        if self.shared is not None:
+            shared_TE = self.shared(x_TE)
+            if self.shared_gate is not None:
+                # torch.sigmoid rounds an element by its place in memory; exp and division do not.
+                gate_T1 = 1.0 / (1.0 + torch.exp(-self.shared_gate(x_TE).float()))
+                shared_TE = gate_T1.to(x_TE.dtype) * shared_TE
+            out_TE = out_TE + shared_TE
         return self._tp.all_reduce(out_TE)
+
+
+def build_mixer(shape: AttentionShape | PartShape, layer: int, context: BlockContext) -> Mixer:
+    """Return what a layer has in the place of attention, a module."""
+    if isinstance(shape, AttentionShape):
+        return AttentionBlock(layer, shape, context)
+    return cast(Mixer, shape.build(layer, context))
+
+
+def build_mlp(
+    shape: MlpShape | MoeShape | PartShape, layer: int, context: BlockContext
+) -> nn.Module:
+    """Return the MLP of a layer."""
+    if isinstance(shape, MlpShape):
+        return MlpBlock(shape, context)
+    if isinstance(shape, MoeShape):
+        return MoeBlock(shape, context)
+    return shape.build(layer, context)
 
 
 class DecoderBlock(nn.Module):
@@ -221,19 +282,37 @@ class DecoderBlock(nn.Module):
     that adding and norming are one pass over memory, and returns both.
     """
 
+    attention: Mixer | None
+
     def __init__(self, layer: int, shape: LayerShape, context: BlockContext) -> None:
         super().__init__()
-        size = context.hidden_size
-        self.input_norm = context.make_norm(size)
-        self.attention = AttentionBlock(layer, shape.attention, context)
-        self.post_attention_norm = context.make_norm(size) if context.has_post_norms else None
-        self.mlp_norm = context.make_norm(size)
-        self.mlp: MlpBlock | MoeBlock = (
-            MlpBlock(shape.mlp, context)
-            if isinstance(shape.mlp, MlpShape)
-            else MoeBlock(shape.mlp, context)
+        self._layer = layer
+        self.residual_scale = context.residual_scale
+
+        def make_norm(is_there: bool) -> RMSNorm | None:
+            return context.make_norm(context.hidden_size) if is_there else None
+
+        has_mixer, has_mlp = shape.attention is not None, shape.mlp is not None
+        self.input_norm = make_norm(has_mixer)
+        self.attention = (
+            None if shape.attention is None else build_mixer(shape.attention, layer, context)
         )
-        self.post_mlp_norm = context.make_norm(size) if context.has_post_norms else None
+        self.post_attention_norm = make_norm(has_mixer and context.has_post_norms)
+        self.mlp_norm = make_norm(has_mlp)
+        self.mlp = None if shape.mlp is None else build_mlp(shape.mlp, layer, context)
+        self.post_mlp_norm = make_norm(has_mlp and context.has_post_norms)
+
+    @property
+    def spec(self) -> LayerCacheSpec:
+        """What the layer keeps."""
+        if self.attention is None:
+            return LayerCacheSpec(layer=self._layer, fields=(), lifetime=Nothing(), kind="nothing")
+        return self.attention.spec
+
+    @property
+    def kernel_layer(self) -> Attention | None:
+        """The attention whose kernel the worker chooses, or None."""
+        return None if self.attention is None else self.attention.kernel_layer
 
     def forward(
         self,
@@ -247,14 +326,22 @@ class DecoderBlock(nn.Module):
         Returns:
             The layer's last contribution, still to be added, and the residual stream without it.
         """
-        if delta_TE is None:
-            x_TE = self.input_norm(residual_TE)
-        else:
-            x_TE = self.input_norm.add_and_norm(delta_TE, residual_TE)
-        x_TE = self.attention(x_TE, batch, attention)
-        if self.post_attention_norm is not None:
-            x_TE = self.post_attention_norm.apply_in_place(x_TE)
-        x_TE = self.mlp(self.mlp_norm.add_and_norm(x_TE, residual_TE))
-        if self.post_mlp_norm is not None:
-            x_TE = self.post_mlp_norm.apply_in_place(x_TE)
-        return x_TE, residual_TE
+        if self.attention is not None and self.input_norm is not None:
+            x_TE = _add_and_norm(self.input_norm, delta_TE, residual_TE)
+            x_TE = self.attention(x_TE, batch, attention)
+            delta_TE = self._finish_part(x_TE, self.post_attention_norm)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x_TE = self.mlp(_add_and_norm(self.mlp_norm, delta_TE, residual_TE))
+            delta_TE = self._finish_part(x_TE, self.post_mlp_norm)
+        return delta_TE, residual_TE
+
+    def _finish_part(self, x_TE: Tensor, post_norm: RMSNorm | None) -> Tensor:
+        if post_norm is not None:
+            x_TE = post_norm.apply_in_place(x_TE)
+        return x_TE if self.residual_scale == 1.0 else x_TE * self.residual_scale
+
+
+def _add_and_norm(norm: RMSNorm, delta_TE: Tensor | None, residual_TE: Tensor) -> Tensor:
+    if delta_TE is None:
+        return norm(residual_TE)
+    return norm.add_and_norm(delta_TE, residual_TE)

@@ -18,13 +18,12 @@ from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, RopeSet
 from vllm.model_executor.models.fused_run import Stage, make_stages
 from vllm.model_executor.models.shapes import ModelShape
@@ -83,6 +82,8 @@ class CausalLM(nn.Module, ABC):
             cache_dtype=cache_dtype,
             tp=tp,
             ropes=self._ropes,
+            has_float_norm=shape.has_float_norm,
+            residual_scale=shape.residual_scale,
         )
         sizes = (shape.vocab_size, shape.hidden_size)
         self.embed = VocabParallelEmbedding(*sizes, dtype=dtype, tp=tp)
@@ -90,7 +91,11 @@ class CausalLM(nn.Module, ABC):
             DecoderBlock(index, layer, context) for index, layer in enumerate(shape.layers)
         )
         self.layers = nn.ModuleList(self.blocks)
-        self._attention = tuple(block.attention.attention for block in self.blocks)
+        self._attention = {
+            index: block.kernel_layer
+            for index, block in enumerate(self.blocks)
+            if block.kernel_layer is not None
+        }
         self._is_fused = False
         self._stages: tuple[Stage, ...] = self.blocks
         self._stage_kernels: tuple[str | None, ...] = ()
@@ -107,11 +112,11 @@ class CausalLM(nn.Module, ABC):
 
     def cache_specs(self) -> tuple[LayerCacheSpec, ...]:
         """See TextModel."""
-        return tuple(module.spec for module in self.attention_layers().values())
+        return tuple(block.spec for block in self.blocks)
 
     def attention_layers(self) -> Mapping[int, Attention]:
         """See TextModel."""
-        return dict(enumerate(self._attention))
+        return self._attention
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> LoadReport:
         """See TextModel."""
@@ -128,7 +133,7 @@ class CausalLM(nn.Module, ABC):
         self._is_fused = is_fused
         # Packed weights lie behind one another in memory: in the order in which a step reads them.
         for module in (*self.layers.modules(), self.lm_head or self.embed):
-            if isinstance(module, Linear | FusedMoE):
+            if isinstance(module, PackedModule):
                 module.pack()
 
     def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
@@ -144,7 +149,7 @@ class CausalLM(nn.Module, ABC):
 
     def plan_stages(self) -> tuple[Stage, ...]:
         """Return what a step runs in turn; made anew when a layer is bound to another kernel."""
-        kernels = tuple(layer.kernel for layer in self._attention)
+        kernels = tuple(layer.kernel for layer in self._attention.values())
         if kernels != self._stage_kernels:
             self._stages = make_stages(self.blocks) if self._is_fused else self.blocks
             self._stage_kernels = kernels

@@ -16,7 +16,7 @@ from vllm.batch import AttentionState, ForwardBatch, LayerCache
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models.blocks import DecoderBlock, MlpBlock
+from vllm.model_executor.models.blocks import AttentionBlock, DecoderBlock, MlpBlock
 
 FUSED_KERNEL = "cpu"
 
@@ -32,13 +32,15 @@ class FusedRun:
     """
 
     def __init__(self, blocks: Sequence[DecoderBlock]) -> None:
-        self.layers = tuple(block.attention.attention.layer for block in blocks)
-        ropes = [block.attention.rope for block in blocks]
+        parts = [_attention_of(block) for block in blocks]
+        self.layers = tuple(part.attention.layer for part in parts)
+        ropes = [part.rope for part in parts]
         self._ropes: list[RotaryEmbedding] = []
         for rope in ropes:
             if rope is not None and rope not in self._ropes:
                 self._ropes.append(rope)
         norm = blocks[0].input_norm
+        assert norm is not None
         self._stack = DecoderStack(
             [lower_block(block, self._ropes) for block in blocks],
             hidden_size=norm.weight.shape[0],
@@ -114,7 +116,9 @@ def can_lower(block: DecoderBlock) -> bool:
     """Whether the op can run a block: dense, packed, one rank, attention by the kernel `cpu`."""
     attention = block.attention
     return (
-        isinstance(block.mlp, MlpBlock)
+        isinstance(attention, AttentionBlock)
+        and isinstance(block.mlp, MlpBlock)
+        and block.residual_scale == 1.0
         and attention.out.is_whole
         and attention.qkv.packed is not None
         and attention.attention.kernel == FUSED_KERNEL
@@ -130,7 +134,8 @@ def lower_block(block: DecoderBlock, ropes: Sequence[RotaryEmbedding]) -> Decode
         ropes: the rotary tables of the run.
     """
     assert isinstance(block.mlp, MlpBlock)
-    heads, mlp = block.attention, block.mlp
+    assert block.input_norm is not None and block.mlp_norm is not None
+    heads, mlp = _attention_of(block), block.mlp
     params = heads.attention.params
     return DecoderLayer(
         input_norm=block.input_norm.weight.data,
@@ -158,6 +163,11 @@ def lower_block(block: DecoderBlock, ropes: Sequence[RotaryEmbedding]) -> Decode
         soft_cap=params.soft_cap,
         sinks=params.sinks,
     )
+
+
+def _attention_of(block: DecoderBlock) -> AttentionBlock:
+    assert isinstance(block.attention, AttentionBlock)
+    return block.attention
 
 
 def _weight_of(norm: RMSNorm | None) -> Tensor | None:

@@ -2,14 +2,19 @@
 
 A family's file reads a checkpoint's config into a `ModelShape`; `blocks.py` and `causal_lm.py`
 build the modules from it. No tensors, no names of weights; sizes are those of the whole model, over
-all ranks.
+all ranks. What only one family has brings a `PartShape` of its own, which builds its module itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vllm.model_executor.models.blocks import BlockContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +63,8 @@ class MoeShape:
         num_chosen: experts that a token takes.
         intermediate_size: inner size of one expert.
         renormalize: whether the chosen experts' probabilities are scaled to sum to 1.
-        shared_size: inner size of the expert that every token takes too, scaled by a gate; 0 is
-            none.
+        shared_size: inner size of the expert that every token takes too; 0 is none.
+        has_shared_gate: whether a gate scales what the shared expert adds.
     """
 
     num_experts: int
@@ -68,14 +73,27 @@ class MoeShape:
     activation: str
     renormalize: bool
     shared_size: int = 0
+    has_shared_gate: bool = True
+
+
+class PartShape(Protocol):
+    """A part of a layer, for families whose attention or MLP is of another kind."""
+
+    def build(self, layer: int, context: BlockContext) -> nn.Module:
+        """Return the module of decoder layer `layer`.
+
+        In place of attention it is a `blocks.Mixer`; in place of an MLP its forward takes and
+        returns [T, E].
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One decoder layer."""
+    """One decoder layer; a part that is None is absent, with the norm before it."""
 
-    attention: AttentionShape
-    mlp: MlpShape | MoeShape
+    attention: AttentionShape | PartShape | None
+    mlp: MlpShape | MoeShape | PartShape | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +104,9 @@ class ModelShape:
         max_positions: max_position_embeddings of the config.
         norm_epsilon: added to the mean square in every norm.
         has_unit_offset_norm: whether norms scale by 1 + w (Gemma).
+        has_float_norm: whether norms keep a float32 weight and round once, after the product.
         has_post_norms: whether the outputs of attention and MLP are normed before they are added.
+        residual_scale: factor of what attention and MLP add to the residual stream.
         embed_scale: factor of the embeddings, rounded to the model's dtype; 1 is none.
         is_tied: whether the embedding is the output matrix too.
         logit_scale, logit_cap: applied to the logits in this order; 1 and 0 are none.
@@ -98,7 +118,9 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     norm_epsilon: float
     has_unit_offset_norm: bool = False
+    has_float_norm: bool = False
     has_post_norms: bool = False
+    residual_scale: float = 1.0
     embed_scale: float = 1.0
     is_tied: bool = False
     logit_scale: float = 1.0
