@@ -70,6 +70,12 @@ def test_whole_answer(hello: Any) -> None:
     assert body["usage"]["completion_tokens"] == 4
 
 
+def test_best_of(hello: Any) -> None:
+    for body in (hello.chat(n=2, best_of=4), hello.complete(prompt="A", n=2, best_of=4)):
+        assert [c["index"] for c in body["choices"]] == [0, 1]
+        assert body["usage"]["completion_tokens"] == 4
+
+
 def test_chunks_come_in_order(serve: Any) -> None:
     client = serve("hello DEF")
     events = client.stream(

@@ -167,7 +167,7 @@ class OpenAIServingChat:
                 final = result
         assert final is not None, "the engine yields the final output or raises"
         run.usage.add_cached(final.num_cached_tokens)
-        choices = [self._choice(run, output) for output in final.outputs]
+        choices = [self._choice(run, i, output) for i, output in enumerate(final.outputs)]
         return ChatCompletionResponse(
             id=run.response_id,
             created=run.created,
@@ -177,13 +177,15 @@ class OpenAIServingChat:
             prompt_logprobs=render_prompt_logprobs(final.prompt_logprobs),
         )
 
-    def _choice(self, run: _Run, output: CompletionOutput) -> ChatCompletionResponseChoice:
+    def _choice(
+        self, run: _Run, index: int, output: CompletionOutput
+    ) -> ChatCompletionResponseChoice:
         parser = self._new_parser() if run.form.tools.mode is ToolMode.AUTO else None
         message, is_called = make_message(run.form, output.text, parser)
         skipped = len(run.prompt.token_ids) if run.request.use_beam_search else 0
         run.usage.completion_tokens += len(output.token_ids) - skipped
         return ChatCompletionResponseChoice(
-            index=output.index,
+            index=index,
             message=message,
             logprobs=None if run.request.use_beam_search else self._logprobs(run, output),
             finish_reason="tool_calls" if is_called else output.finish_reason or "stop",
