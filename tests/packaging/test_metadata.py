@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -105,6 +106,17 @@ def test_wheels_are_built_against_the_tested_torch() -> None:
     assert built == f"torch=={read_constraints()['torch']}"
 
 
+def list_imports(path: Path) -> set[str]:
+    """Return the top-level names of all modules that a file imports anywhere."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
 def test_imports_are_declared() -> None:
     """Every third-party package that vllm imports is a dependency, or of an extra."""
     declared = {canonical(Requirement(r).name) for r in all_requirements()}
@@ -118,10 +130,9 @@ def test_imports_are_declared() -> None:
         "uvloop": "uvicorn",
         "xformers": "flash-attn",
     }
-    pattern = re.compile(r"^\s*(?:from|import) ([A-Za-z_]\w*)", re.MULTILINE)
     missing = set()
     for path in (ROOT / "vllm").rglob("*.py"):
-        for module in pattern.findall(path.read_text()):
+        for module in list_imports(path):
             if module == "vllm" or module in sys.stdlib_module_names:
                 continue
             name = canonical(module)
