@@ -44,6 +44,10 @@ def resolve_device() -> str:
     has_cuda_sources = (ROOT / "cmake" / "cuda_ops.cmake").is_file()
     if asked == "auto":
         return "cuda" if has_cuda_sources and find_nvcc() else "cpu"
+    if asked == "cuda" and not has_cuda_sources:
+        raise SystemExit(
+            "VLLM_TARGET_DEVICE=cuda: this version has no CUDA ops to build; use auto or cpu"
+        )
     if asked == "cuda" and not find_nvcc():
         raise SystemExit(
             "VLLM_TARGET_DEVICE=cuda needs nvcc on the PATH or in CUDA_HOME/bin, and there is "
@@ -108,6 +112,9 @@ class CMakeBuild(build_ext):
             configure.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(work), "--parallel", str(count_jobs())], check=True)
+        missing = [name for name in LIBRARIES if not (package / f"{name}.abi3.so").is_file()]
+        if missing:
+            raise SystemExit(f"cmake ended without an error but did not build {missing}")
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the file name CMake gives a library."""
