@@ -8,6 +8,7 @@ for cmake.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -41,6 +42,11 @@ def resolve_device() -> str:
         raise SystemExit(f"VLLM_TARGET_DEVICE is {asked!r}; allowed: {', '.join(DEVICES)}")
     if not sys.platform.startswith("linux"):
         return "empty"
+    if asked != "empty" and platform.machine() not in ("x86_64", "AMD64"):
+        raise SystemExit(
+            f"the compiled ops need an x86-64 processor, this is {platform.machine()}; "
+            "VLLM_TARGET_DEVICE=empty installs the package without them"
+        )
     has_cuda_sources = (ROOT / "cmake" / "cuda_ops.cmake").is_file()
     if asked == "auto":
         return "cuda" if has_cuda_sources and find_nvcc() else "cpu"
