@@ -97,12 +97,14 @@ class HybridSettings:
         is_vanilla: the user asks for one uniform cache; a model that cannot have it is refused.
         is_strict: an unavailable kernel is an error instead of a warning.
         trace_level: one of TRACE_LEVELS; "debug" logs every allocation.
+        uncached_types: layer types of modules after the decoder, which keep nothing.
     """
 
     policies: tuple[LayerPolicy, ...] | None = None
     is_vanilla: bool = False
     is_strict: bool = False
     trace_level: str = "off"
+    uncached_types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.trace_level not in TRACE_LEVELS:

@@ -47,8 +47,12 @@ def resolve_hybrid(
         content = {}
     layers = content.pop(LAYERS_KEY, {})
     hybrid = HybridConfig(enabled=mode, layers=layers, **content)
+    policies = assign_layers(hf_config, hybrid, max_model_len)
+    named = (layers or hf_config.get(LAYERS_KEY) or {}) if policies else {}
+    kinds = {policy.kind for policy in policies or ()}
     return HybridSettings(
-        policies=assign_layers(hf_config, hybrid, max_model_len),
+        policies=policies,
+        uncached_types=tuple(name for name in named if name not in kinds),
         is_vanilla=mode is False,
         is_strict=is_strict,
         trace_level=trace_level,
