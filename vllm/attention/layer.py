@@ -6,12 +6,14 @@ runs the kernel that the worker bound to it. Holds no cache and no batch: both c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from vllm.attention.backends.abstract import AttentionParams, KernelQuery
 from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.batch import AttentionState, ForwardBatch
-from vllm.cache_spec import CacheField, LayerCacheSpec, Lifetime
+from vllm.cache_spec import CacheField, Chunk, LayerCacheSpec, Lifetime, Window
 from vllm.types import DType
 
 
@@ -92,6 +94,25 @@ class Attention(nn.Module):
             chunk_tokens=chunk_tokens,
             soft_cap=soft_cap,
         )
+
+    def limit(self, lifetime: Lifetime, kind: str, layer_impl: str | None) -> None:
+        """Let the cache keep what `lifetime` says, and see no more than that.
+
+        Args:
+            lifetime: of the cache; a window narrows the mask that the layer has already.
+            kind: name of the layer type.
+            layer_impl: kernel that the user wants for this layer, or None.
+        """
+        mask: dict[str, int] = {}
+        if isinstance(lifetime, Window):
+            window = min(self.params.window or lifetime.tokens, lifetime.tokens)
+            mask = {"window": window, "sink_tokens": lifetime.sinks}
+        elif isinstance(lifetime, Chunk):
+            mask = {"chunk_tokens": lifetime.tokens}
+        self.spec = replace(self.spec, lifetime=lifetime, kind=kind)
+        self.params = replace(self.params, **mask)
+        self.query = replace(self.query, **mask)
+        self.layer_impl = layer_impl or self.layer_impl
 
     def bind(self, kernel: str) -> None:
         """Fix the kernel that serves this layer (the worker's job, once, after loading)."""
