@@ -27,6 +27,7 @@ class GroupGeometry:
 
     Attributes:
         pad_offset: offset of the group's pad block, which belongs to no sequence.
+        is_per_sequence: a block is the state of one sequence and holds no rows of tokens.
     """
 
     block_tokens: int
@@ -34,6 +35,7 @@ class GroupGeometry:
     superblock_units: int
     block_units: int
     pad_offset: int
+    is_per_sequence: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +64,7 @@ class BlockTable:
 
     def __init__(self, geometry: GroupGeometry, num_rows: int, max_tokens: int) -> None:
         self.geometry = geometry
-        self._max_blocks = -(-max_tokens // geometry.block_tokens) + 1
+        self._max_blocks = self._count_blocks(max_tokens) + 1
         self._num_blocks = [0] * num_rows
         self._has_gaps = False
         self._offsets = self._make_pad(num_rows, min(_FIRST_WIDTH, self._max_blocks))
@@ -98,23 +100,30 @@ class BlockTable:
             self._offsets[row, start:stop] = self.geometry.get_offsets(block_ids)
         self._num_blocks[row] = stop
 
+    def _count_blocks(self, num_tokens: int) -> int:
+        if self.geometry.is_per_sequence:
+            return 1
+        return -(-num_tokens // self.geometry.block_tokens)
+
     def _make_pad(self, num_rows: int, num_blocks: int) -> Int32Array:
         return np.full((num_rows, num_blocks), self.geometry.pad_offset, dtype=np.int32)
 
     def gather(self, rows: Int64Array, max_tokens: int) -> Int32Array:
         """Return the tables of `rows`, wide enough for `max_tokens` tokens: int32 [B, blocks]."""
-        width = -(-max_tokens // self.geometry.block_tokens)
-        return self._offsets[rows, :width]
+        return self._offsets[rows, : self._count_blocks(max_tokens)]
 
     def get_slots(self, rows: Int64Array, positions: Int64Array) -> Int32Array:
         """Return (offset of the block, row inside it) of each token: int32 [T, 2].
 
-        The offset of a token that has no block is -1: its row is not stored.
+        The offset of a token that has no block is -1: its row is not stored. A group of states has
+        no rows at all: [0, 2].
 
         Args:
             rows: the row of each token, [T].
             positions: its position in the sequence, [T].
         """
+        if self.geometry.is_per_sequence:
+            return np.empty((0, 2), dtype=np.int32)
         blocks, inside = np.divmod(positions, self.geometry.block_tokens)
         slots = np.empty((len(positions), 2), dtype=np.int32)
         slots[:, 0] = self._offsets[rows, blocks]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from vllm.cache_spec import (
     GroupLayout,
     KVCacheGroup,
     LayerCacheSpec,
+    State,
     make_group,
 )
+from vllm.core.block.geometry import plan_superblocks
 from vllm.errors import ConfigError, OutOfMemoryError
 from vllm.logger import init_logger
 from vllm.step import StepPlan
 from vllm.utils.tensors import view_cache_field
 from vllm.worker.block_table import MAX_ARENA_UNITS, GroupGeometry
+from vllm.worker.hybrid_cache import TypeCache, cut_groups, describe_types
 
 logger = init_logger(__name__)
 
@@ -47,8 +50,16 @@ class CacheEngine:
     """
 
     def __init__(
-        self, specs: Sequence[LayerCacheSpec], layout: CacheLayout, device: torch.device
+        self,
+        specs: Sequence[LayerCacheSpec],
+        layout: CacheLayout,
+        device: torch.device,
+        *,
+        kernel_block_tokens: Sequence[int] = (),
+        uncached_types: Sequence[str] = (),
     ) -> None:
+        self._kernel_block_tokens = tuple(kernel_block_tokens)
+        self._uncached_types = tuple(uncached_types)
         self._specs = tuple(specs)
         self._device = device
         self._is_poisoned: bool = envs.VLLM_POISON_CACHE
@@ -85,6 +96,7 @@ class CacheEngine:
                 superblock_units=superblock_units,
                 block_units=group.block_bytes // BLOCK_ALIGNMENT_BYTES,
                 pad_offset=num_superblocks * superblock_units,
+                is_per_sequence=isinstance(group.lifetime, State),
             )
             for count, group in zip(slots, groups, strict=True)
         )
@@ -94,6 +106,27 @@ class CacheEngine:
             self.arena.fill_(_NAN_BYTE)
         self._owners = [_NO_OWNER] * num_superblocks
         self._superblock_bytes = superblock_bytes
+
+    def allocate_hybrid(self, block_size_map: Mapping[str, int]) -> dict[str, TypeCache]:
+        """Give each layer type blocks of its own size; a type with size 0 gets none.
+
+        The arena is cut anew, its content lost, if a size differs from what it is: call it before
+        the first step. Raises: ConfigError for a type or size that cannot be.
+        """
+        groups = cut_groups(
+            self.groups,
+            self._specs,
+            block_size_map,
+            kernel_block_tokens=self._kernel_block_tokens,
+            uncached_types=self._uncached_types,
+        )
+        if groups != self.groups:
+            num_bytes = self.arena.numel()
+            geometry = plan_superblocks([group.block_bytes for group in groups], num_bytes // 2)
+            num_superblocks = num_bytes // geometry.superblock_bytes - 1
+            self._lay_out(groups, geometry.blocks_per_superblock, num_superblocks)
+        counts = [g.blocks_per_superblock * len(self._owners) for g in self.geometries]
+        return describe_types(groups, counts, self.caches, self._specs, self._uncached_types)
 
     def prepare_step(self, plan: StepPlan) -> None:
         """Clean what the step's new blocks need cleaned, then run the plan's copies.
@@ -129,8 +162,9 @@ class CacheEngine:
         """Yield (group, block id) of each block without a valid row before this step's copies."""
         for new in plan.new_rows:
             for group, ids in enumerate(new.block_ids):
-                tokens = self.geometries[group].block_tokens
-                for block_id in ids[-(-new.num_computed_tokens // tokens) :]:
+                geometry = self.geometries[group]
+                num_kept = -(-new.num_computed_tokens // geometry.block_tokens)
+                for block_id in ids[0 if geometry.is_per_sequence else num_kept :]:
                     if block_id >= 0:
                         yield group, block_id
         for row in plan.rows:
@@ -138,6 +172,8 @@ class CacheEngine:
                 for block_id in ids:
                     if block_id >= 0:
                         yield group, block_id
+        for copy in plan.copies:  # a checkpoint is in no table
+            yield copy.group, copy.target
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for group, geometry in enumerate(self.geometries):

@@ -18,10 +18,12 @@ from vllm.attention.backends.abstract import KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.attention.layer import Attention
 from vllm.attention.selector import resolve_kernels
-from vllm.cache_spec import CacheLayout, LayerCacheSpec, make_group
+from vllm.cache_spec import CacheLayout, LayerCacheSpec
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
+from vllm.hybrid.apply import limit_layers, name_specs
+from vllm.hybrid.grouping import group_layers
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.interfaces import TextModel
@@ -29,7 +31,8 @@ from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.step import StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
-from vllm.worker.memory import GIB, choose_cpu_cache_bytes, count_useful_bytes
+from vllm.worker.hybrid_cache import count_hybrid_bytes
+from vllm.worker.memory import GIB, choose_cpu_cache_bytes
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.report import LayerKernel, RankReport
 from vllm.worker.threads import apply_threads
@@ -60,6 +63,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._specs: tuple[LayerCacheSpec, ...] = ()
         self._kernels: dict[int, LayerKernel] = {}
+        self._block_tokens: tuple[int, ...] = ()
         if isinstance(self._platform, CpuPlatform):
             load_extension()  # a broken one is said now, not after the weights
             bind = envs.VLLM_CPU_OMP_THREADS_BIND
@@ -82,13 +86,19 @@ class Worker:
             cache_dtype=config.cache_config.cache_dtype,
         )
         model = self._model = cast(TextModel, module)
-        self._specs = tuple(model.cache_specs())
         layers: dict[int, Attention] = dict(model.attention_layers())
-        queries = {layer: self._complete(attn.query) for layer, attn in layers.items()}
-        choices = resolve_kernels(queries, {i: attn.layer_impl for i, attn in layers.items()})
+        limit_layers(layers, config.hybrid.policies)
+        self._specs = name_specs(model.cache_specs(), config.hybrid.policies)
+        queries = {layer: self._complete(layer, attn.query) for layer, attn in layers.items()}
+        choices = resolve_kernels(
+            queries,
+            {i: attn.layer_impl for i, attn in layers.items()},
+            strict=config.hybrid.is_strict,
+        )
         for layer, choice in choices.items():
             layers[layer].bind(choice.kernel)
             self._kernels[layer] = LayerKernel(layer=layer, kernel=choice.kernel, note=choice.note)
+        self._block_tokens = self._list_block_tokens(queries)
         self._tp.barrier()  # free memory means something only when every rank has loaded
         weights = {*module.parameters(), *module.buffers()}  # a tied one counts once
         return RankReport(
@@ -96,7 +106,7 @@ class Worker:
             cache_specs=self._specs,
             cache_bytes=self._choose_cache_bytes(),
             kernels=tuple(self._kernels.values()),
-            block_tokens=self._list_block_tokens(queries),
+            block_tokens=self._block_tokens,
             weight_bytes=sum(t.numel() * t.element_size() for t in weights),
             load_seconds=time.perf_counter() - started_s,
         )
@@ -105,7 +115,13 @@ class Worker:
         """Allocate the arena of `layout` and make ready for steps."""
         assert self._model is not None, "the model must be loaded before its cache"
         scheduler = self._config.scheduler_config
-        cache = CacheEngine(self._specs, layout, self._device)
+        cache = CacheEngine(
+            self._specs,
+            layout,
+            self._device,
+            kernel_block_tokens=self._block_tokens,
+            uncached_types=self._config.hybrid.uncached_types,
+        )
         self._runner = ModelRunner(
             self._model,
             cache,
@@ -128,10 +144,12 @@ class Worker:
         self._model = None
         self._tp.close()
 
-    def _complete(self, query: KernelQuery) -> KernelQuery:
+    def _complete(self, layer: int, query: KernelQuery) -> KernelQuery:
+        policies = self._config.hybrid.policies
+        own_size = policies[layer].block_tokens if policies else None
         return replace(
             query,
-            block_tokens=self._config.cache_config.block_size,
+            block_tokens=own_size or self._config.cache_config.block_size,
             device=self._device.type,
             capability=self._platform.get_device_capability(),
         )
@@ -139,7 +157,8 @@ class Worker:
     def _list_block_tokens(self, queries: dict[int, KernelQuery]) -> tuple[int, ...]:
         """Return the block sizes that the chosen kernel of every layer takes."""
         pairs = {(self._kernels[layer].kernel, query) for layer, query in queries.items()}
-        sizes = sorted({*_BLOCK_TOKENS, self._config.cache_config.block_size})
+        own_sizes = self._config.hybrid.block_sizes
+        sizes = sorted({*_BLOCK_TOKENS, self._config.cache_config.block_size, *own_sizes})
         return tuple(
             size
             for size in sizes
@@ -151,12 +170,11 @@ class Worker:
 
     def _choose_cache_bytes(self) -> int:
         cache, scheduler = self._config.cache_config, self._config.scheduler_config
-        owners = [spec for spec in self._specs if spec.fields]
-        useful_bytes = count_useful_bytes(
-            block_bytes=make_group("all", owners, cache.block_size).block_bytes if owners else 0,
-            block_tokens=cache.block_size,
+        useful_bytes = count_hybrid_bytes(
+            group_layers(self._specs, self._config.hybrid, cache.block_size),
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=scheduler.max_model_len,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
         wanted_bytes = cache.cache_bytes or int(envs.VLLM_CPU_KVCACHE_SPACE * GIB)
         return choose_cpu_cache_bytes(
