@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.cache_spec import CacheLayout
 from vllm.config import EngineConfig
 from vllm.core.cache_manager import CacheManager
-from vllm.core.capacity import CapacityReport, make_layout, make_uniform_groups
+from vllm.core.capacity import CapacityReport, make_layout
 from vllm.core.scheduler import Scheduler
 from vllm.engine.messages import (
     AbortRequests,
@@ -33,6 +33,8 @@ from vllm.engine.messages import (
 from vllm.engine.structured_output import StructuredOutput
 from vllm.errors import ConfigError, RequestError
 from vllm.executor.abstract import Executor, RankReport
+from vllm.hybrid.grouping import group_layers
+from vllm.hybrid.report import AllocationTrace, log_start
 from vllm.logger import init_logger
 from vllm.sequence import SequenceResult
 from vllm.step import StepPlan
@@ -61,9 +63,12 @@ class EngineCore:
         self._config = config
         self._executor = executor
         reports = executor.reports()
+        block_size = config.cache_config.block_size
         groups = [
-            make_uniform_groups(r.cache_specs, config.cache_config.block_size) for r in reports
+            group_layers(r.cache_specs, config.hybrid, block_size, r.block_tokens) for r in reports
         ]
+        log_start(config.hybrid, groups[0], block_size)
+        self._trace = AllocationTrace(config.hybrid.trace_level, groups[0])
         _check_block_size(config.cache_config.block_size, reports)
         layout, capacity = make_layout(
             groups,
@@ -135,6 +140,7 @@ class EngineCore:
         if plan.is_empty:
             return self.scheduler.take_results()
         broken = self._fill_masks(plan)
+        self._trace.log(plan)
         ticket = self._executor.submit(plan)
         output = ticket.wait()
         results = self.scheduler.update(plan, output)
