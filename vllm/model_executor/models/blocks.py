@@ -151,6 +151,7 @@ class AttentionBlock(nn.Module):
             cache_dtype=context.cache_dtype,
             window=shape.window,
             soft_cap=shape.soft_cap,
+            kind=shape.kind,
         )
 
     @property

@@ -55,6 +55,7 @@ def read_attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     has_qk_norm: bool = False,
+    kind: str = "full",
 ) -> AttentionShape:
     """Return the attention of a layer whose logits are scaled by head_size ** -0.5."""
     return AttentionShape(
@@ -67,6 +68,7 @@ def read_attention(
         out_bias=out_bias,
         has_qk_norm=has_qk_norm,
         window=window,
+        kind=kind,
     )
 
 

@@ -28,6 +28,7 @@ class AttentionShape:
         has_qk_norm: whether each head's query and key are normed before they turn.
         window: tokens that stay visible, the current one counted; 0 is all.
         soft_cap: c of c*tanh(x/c) on the scaled logits; 0 is none.
+        kind: name of the layer type.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class AttentionShape:
     has_qk_norm: bool = False
     window: int = 0
     soft_cap: float = 0.0
+    kind: str = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
