@@ -20,9 +20,10 @@ from tests.core.builders import (
 )
 from tests.core.invariants import check_scheduler
 from tests.core.test_random_schedules import advance
-from vllm.cache_spec import KVCacheGroup, Window
+from vllm.cache_spec import Full, KVCacheGroup, Window
 from vllm.core.block import table
 from vllm.core.block.abstract import BlockManager
+from vllm.core.block.paged import PagedBlockManager
 from vllm.core.need import count_superblocks, peak_blocks
 from vllm.errors import ConfigError
 from vllm.sequence import Sequence, SequenceStatus
@@ -88,7 +89,8 @@ def window_group(name: str, tokens: int, sinks: int, block_tokens: int) -> KVCac
     )
 
 
-def test_without_a_row_the_lifetime_is_refused_by_name():
+def test_without_a_row_the_lifetime_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(table, "BLOCK_MANAGERS", {Full: PagedBlockManager})
     with pytest.raises(ConfigError, match=r"'local' .*Window.*serves Full"):
         table.make_block_managers([window_group("local", 8, 0, 4)])
 
