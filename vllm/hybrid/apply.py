@@ -46,18 +46,12 @@ def name_specs(
     """
     if policies is None:
         return tuple(specs)
-    if len(specs) != len(policies):
-        raise ConfigError(
-            f"the model has {len(specs)} layers with a cache spec, its config describes "
-            f"{len(policies)} layers"
-        )
-    for spec, policy in zip(specs, policies, strict=True):
+    for spec in specs:
+        policy = policies[spec.layer]
         if spec.lifetime != policy.lifetime or spec.reads_from != policy.reads_from:
             raise ConfigError(
                 f"layer {spec.layer} (type {policy.kind!r}) keeps {kind_name(spec.lifetime)}, "
                 f"which cannot be made {kind_name(policy.lifetime)}; give its type a "
                 "kv_cache_ratio of 1.0 or leave it out"
             )
-    return tuple(
-        replace(spec, kind=policy.kind) for spec, policy in zip(specs, policies, strict=True)
-    )
+    return tuple(replace(spec, kind=policies[spec.layer].kind) for spec in specs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.cache_spec import Chunk, Full, Lifetime, Nothing, State, Window
+from vllm.config.hybrid import LAYERS_KEY, parse_hybrid_layers
 from vllm.errors import ConfigError
 
 Config = Mapping[str, Any]
@@ -79,6 +80,19 @@ def kind_name(lifetime: Lifetime) -> str:
         case Chunk(tokens=tokens):
             return f"chunk_{tokens}"
     return type(lifetime).__name__.lower()
+
+
+def read_layer_type(config: Config, layer: int) -> str:
+    """Return the name that `hybrid_attention_layers` of a checkpoint gives a layer, else "full".
+
+    Raises:
+        ConfigError: the entry does not name each decoder layer exactly once.
+    """
+    named = config.get(LAYERS_KEY)
+    if not named:
+        return "full"
+    types = parse_hybrid_layers(named, int(config["num_hidden_layers"]))
+    return next(name for name, layers in types.items() if layer in layers)
 
 
 def is_known_family(config: Config) -> bool:
