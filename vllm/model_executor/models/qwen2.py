@@ -1,7 +1,8 @@
 """Qwen 2 and 2.5: Llama with biases on query, key and value, and windows on some layers.
 
 Row of `models/table.py`. Which layers slide (`use_sliding_window`, `max_window_layers`) is in the
-config's `layer_types` once it is normalised.
+config's `layer_types` once it is normalised. `hybrid_attention_layers` names the type of each
+layer: layers of one type share the size of their cache blocks and the kernel that they ask for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.hybrid.layer_kinds import read_layer_type
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import (
     read_attention,
@@ -33,8 +35,10 @@ class Qwen2ForCausalLM(CausalLM):
         def read_layer(layer: int) -> LayerShape:
             own = read_layer_config(config, layer)
             window = read_window(config, layer)
+            kind = read_layer_type(config, layer)
             return LayerShape(
-                attention=read_attention(own, window=window, qkv_bias=True), mlp=read_mlp(own)
+                attention=read_attention(own, window=window, qkv_bias=True, kind=kind),
+                mlp=read_mlp(own),
             )
 
         return make_llama_shape(config, read_layer)
