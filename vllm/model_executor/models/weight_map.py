@@ -8,7 +8,7 @@ shape, and accounts for every name: used, ignored for a reason, or unknown. Neve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -121,7 +121,7 @@ def load_weights(
     used: dict[str, None] = {}
     skipped: dict[str, str] = {}
     unused: list[str] = []
-    for source, given_name, tensor in _split_fused(weights):
+    for source, given_name, tensor in _split_fused(weights, targets):
         name = _rename(given_name, aliases)
         if name in targets:
             if name in filled:
@@ -185,16 +185,20 @@ def _check_complete(
 
 
 def _split_fused(
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor]], whole: Container[str]
 ) -> Iterable[tuple[str, str, Tensor]]:
     """Cut tensors that hold all experts of a layer ([N, rows, columns]) into one for each expert.
+
+    Args:
+        weights: names and tensors of the checkpoint.
+        whole: names that the model takes in one piece.
 
     Yields:
         The name in the file, the name of the part, the part.
     """
     for name, tensor in weights:
         match = _FUSED_EXPERTS.fullmatch(name)
-        if match is None or tensor.dim() != 3:
+        if match is None or tensor.dim() != 3 or name in whole:
             yield name, name, tensor
             continue
         prefix, kind = match.groups()
