@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, str] = {
         "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
         "GemmaForCausalLM": "gemma:GemmaForCausalLM",
+        "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
         "InternLMForCausalLM": "llama:LlamaForCausalLM",
         "LLaMAForCausalLM": "llama:LlamaForCausalLM",
         "LlamaForCausalLM": "llama:LlamaForCausalLM",
