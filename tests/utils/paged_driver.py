@@ -1,30 +1,67 @@
 """Runs a model over a paged cache without an engine: prefill whole or in chunks, decode, batches.
 
-Used by tests of models and layers. One group of blocks; blocks are handed out in a shuffled order
-and the cache starts as NaN, so that a wrong address or a row read before it is written shows.
+Used by tests of models and layers. One group of blocks for each lifetime; blocks are handed out in
+a shuffled order and the cache starts as NaN, so that a wrong address or a row read before it is
+written shows.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.batch import AttentionState, ForwardBatch, GroupBatch, LayerCache
-from vllm.cache_spec import BLOCK_ALIGNMENT_BYTES, KVCacheGroup, make_group
+from vllm.cache_spec import (
+    BLOCK_ALIGNMENT_BYTES,
+    KVCacheGroup,
+    LayerCacheSpec,
+    Lifetime,
+    State,
+    make_group,
+)
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.utils.tensors import view_cache_field
 
 _NAN_BYTE = 0xFF
 
 
+class _GroupCache:
+    """The blocks of the layers of one lifetime, one arena of their own."""
+
+    def __init__(self, group: KVCacheGroup, num_blocks: int, seed: int) -> None:
+        self.group = group
+        self.is_state = isinstance(group.lifetime, State)
+        self.units = group.block_bytes // BLOCK_ALIGNMENT_BYTES
+        self.pad = num_blocks * self.units
+        size = (num_blocks + 1) * group.block_bytes
+        self.arena = torch.full((size,), _NAN_BYTE, dtype=torch.uint8)
+        self.free_blocks = list(range(num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        self.views: dict[int, list[Tensor]] = {}
+        for place in group.places:
+            view = view_cache_field(
+                self.arena, place.field, place.offset_bytes, group.block_bytes, group.block_tokens
+            )
+            self.views.setdefault(place.layer, []).append(view)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of this length needs."""
+        return 1 if self.is_state else -(-num_tokens // self.group.block_tokens)
+
+    def poison(self, block: int) -> None:
+        """Fill a block with NaN."""
+        begin = block * self.group.block_bytes
+        self.arena[begin : begin + self.group.block_bytes] = _NAN_BYTE
+
+
 @dataclass
 class _Sequence:
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]]
     num_computed: int = 0
 
 
@@ -33,8 +70,9 @@ class PagedDriver:
 
     Args:
         model: loaded and finished.
-        num_blocks: blocks of the cache, one more is added as pad block.
+        num_blocks: blocks of each group's cache, one more is added as pad block.
         kernel: attention kernel of every layer.
+        poison_freed: fill the blocks of a sequence with NaN when it is freed.
     """
 
     def __init__(
@@ -45,37 +83,37 @@ class PagedDriver:
         block_tokens: int = 16,
         kernel: str = "torch",
         seed: int = 0,
+        poison_freed: bool = False,
     ) -> None:
         self.model = model
         self.kernel = kernel
+        self._poison_freed = poison_freed
         specs = model.cache_specs()
-        owners = [spec for spec in specs if spec.reads_from is None and spec.fields]
-        self.group: KVCacheGroup = make_group("full", owners, block_tokens)
+        by_lifetime: dict[Lifetime, list[LayerCacheSpec]] = {}
+        for spec in specs:
+            if spec.reads_from is None and spec.fields:
+                by_lifetime.setdefault(spec.lifetime, []).append(spec)
+        self._groups = [
+            _GroupCache(make_group(f"group{index}", owners, block_tokens), num_blocks, seed + index)
+            for index, owners in enumerate(by_lifetime.values())
+        ]
         for layer in model.attention_layers().values():
             layer.bind(kernel)
-        self._units = self.group.block_bytes // BLOCK_ALIGNMENT_BYTES
-        self._pad = num_blocks * self._units
-        self.arena = torch.full(
-            ((num_blocks + 1) * self.group.block_bytes,), _NAN_BYTE, dtype=torch.uint8
-        )
-        self._free = list(range(num_blocks))
-        random.Random(seed).shuffle(self._free)
-        views: dict[int, list[Tensor]] = {}
-        for place in self.group.places:
-            view = view_cache_field(
-                self.arena,
-                place.field,
-                place.offset_bytes,
-                self.group.block_bytes,
-                block_tokens,
-            )
-            views.setdefault(place.layer, []).append(view)
-        self.caches = tuple(LayerCache(group=0, tensors=tuple(views[spec.layer])) for spec in specs)
+        caches: list[LayerCache | None] = []
+        for spec in specs:
+            owner = spec.layer if spec.reads_from is None else spec.reads_from
+            held = [(i, g.views[owner]) for i, g in enumerate(self._groups) if owner in g.views]
+            caches.append(LayerCache(group=held[0][0], tensors=tuple(held[0][1])) if held else None)
+        self.caches = tuple(caches)
         self._sequences: dict[int, _Sequence] = {}
 
     def free(self, sequence: int) -> None:
-        """Give the blocks of a sequence back; they keep their content."""
-        self._free += self._sequences.pop(sequence).blocks
+        """Give the blocks of a sequence back; they keep their content unless it is poisoned."""
+        for group, blocks in zip(self._groups, self._sequences.pop(sequence).blocks, strict=True):
+            if self._poison_freed:
+                for block in blocks:
+                    group.poison(block)
+            group.free_blocks += blocks
 
     @torch.inference_mode()
     def step(self, rows: Mapping[int, Sequence[int]], *, all_logits: bool = False) -> list[Tensor]:
@@ -89,7 +127,8 @@ class PagedDriver:
             For each row float32 logits, [vocab] or [new tokens, vocab].
         """
         batch = self._make_batch(rows, all_logits)
-        plans = PagedAttention.plan(batch, [(0, self.kernel)])
+        attended = [i for i, group in enumerate(self._groups) if not group.is_state]
+        plans = PagedAttention.plan(batch, [(index, self.kernel) for index in attended])
         attention = AttentionState(caches=self.caches, plans=plans)
         hidden = self.model.forward(batch, attention)
         logits = self.model.compute_logits(hidden[batch.logits_rows])
@@ -101,27 +140,20 @@ class PagedDriver:
 
     def _make_batch(self, rows: Mapping[int, Sequence[int]], all_logits: bool) -> ForwardBatch:
         positions: list[int] = []
-        slots: list[tuple[int, int]] = []
         seq_lens: list[int] = []
-        for number, tokens in rows.items():
-            sequence = self._sequences.setdefault(number, _Sequence())
-            end = sequence.num_computed + len(tokens)
-            while len(sequence.blocks) * self.group.block_tokens < end:
-                sequence.blocks.append(self._free.pop())
-            for position in range(sequence.num_computed, end):
-                block, row = divmod(position, self.group.block_tokens)
-                positions.append(position)
-                slots.append((sequence.blocks[block] * self._units, row))
+        starts = [self._sequences[n].num_computed if n in self._sequences else 0 for n in rows]
+        for start, (number, tokens) in zip(starts, rows.items(), strict=True):
+            sequence = self._sequences.setdefault(number, _Sequence([[] for _ in self._groups]))
+            end = start + len(tokens)
+            for group, blocks in zip(self._groups, sequence.blocks, strict=True):
+                while len(blocks) < group.blocks_for(end):
+                    blocks.append(group.free_blocks.pop())
+            positions += range(start, end)
             seq_lens.append(end)
         query_lens = [len(tokens) for tokens in rows.values()]
         cu_query_lens = [0]
         for length in query_lens:
             cu_query_lens.append(cu_query_lens[-1] + length)
-        width = max(len(self._sequences[number].blocks) for number in rows)
-        block_offsets = torch.full((len(rows), width), self._pad, dtype=torch.int32)
-        for index, number in enumerate(rows):
-            blocks = torch.tensor(self._sequences[number].blocks, dtype=torch.int32)
-            block_offsets[index, : len(blocks)] = blocks * self._units
         num_decode_rows = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
         last_rows = [end - 1 for end in cu_query_lens[1:]]
         return ForwardBatch(
@@ -130,16 +162,36 @@ class PagedDriver:
             cu_query_lens=torch.tensor(cu_query_lens, dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             logits_rows=torch.arange(len(positions)) if all_logits else torch.tensor(last_rows),
-            groups=(
-                GroupBatch(
-                    block_offsets=block_offsets,
-                    slots=torch.tensor(slots, dtype=torch.int32),
-                    block_tokens=self.group.block_tokens,
-                ),
+            groups=tuple(
+                self._make_group_batch(index, list(rows), starts, seq_lens)
+                for index in range(len(self._groups))
             ),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             num_decode_rows=num_decode_rows,
+        )
+
+    def _make_group_batch(
+        self, index: int, numbers: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> GroupBatch:
+        group = self._groups[index]
+        tables = [self._sequences[number].blocks[index] for number in numbers]
+        width = max(len(blocks) for blocks in tables)
+        block_offsets = torch.full((len(tables), width), group.pad, dtype=torch.int32)
+        slots: list[tuple[int, int]] = []
+        for row, blocks in enumerate(tables):
+            block_offsets[row, : len(blocks)] = (
+                torch.tensor(blocks, dtype=torch.int32) * group.units
+            )
+            if group.is_state:
+                continue
+            for position in range(starts[row], ends[row]):
+                block, line = divmod(position, group.group.block_tokens)
+                slots.append((blocks[block] * group.units, line))
+        return GroupBatch(
+            block_offsets=block_offsets,
+            slots=torch.tensor(slots, dtype=torch.int32).reshape(-1, 2),
+            block_tokens=group.group.block_tokens,
         )
 
     def generate(
