@@ -82,7 +82,7 @@ def test_cuts_do_not_matter(
     assert content == ("" if not text.startswith("text") else "text ")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(FORMATS), st.text(alphabet='<tool_cal>[]{}"name:,; \n', max_size=60), st.data()
 )

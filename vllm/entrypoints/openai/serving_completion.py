@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -117,7 +117,8 @@ class OpenAIServingCompletion:
                 results[index] = result
         return [results[i] for i in range(len(run.prompts))]
 
-    def _start(self, run: _Run, *, is_delta: bool):  # type: ignore[no-untyped-def]
+    def _start(self, run: _Run, *, is_delta: bool) -> list[AsyncGenerator[RequestOutput, None]]:
+        """Start one engine request for each prompt."""
         request = run.request
         params = (
             request.to_beam_search_params()

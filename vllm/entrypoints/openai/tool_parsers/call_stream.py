@@ -48,7 +48,8 @@ class CallStream:
     def __init__(self, call_format: CallFormat) -> None:
         self.num_calls = 0
         self._format = call_format
-        self._buffer = ""  # not yet decided
+        self._buffer = ""  # not yet read
+        self._skipped = ""  # marks that were read and lead to a call, or are text after all
         self._scanner: JsonCallScanner | None = None
         self._is_named = False  # the current call's name was given out
         self._step = self._at_start if call_format.is_bare_allowed else self._seek_opener
@@ -70,9 +71,8 @@ class CallStream:
     def finish(self) -> DeltaMessage | None:
         """End the answer; returns text that was held back because it could have begun a call."""
         held = self._scanner.raw if self._scanner is not None and not self._is_named else ""
-        if not self.num_calls:
-            self._content.append(held + self._buffer)
-        self._buffer = ""
+        self._emit_text(self._skipped + held + self._buffer)
+        self._buffer = self._skipped = ""
         return self._take()
 
     def _take(self) -> DeltaMessage | None:
@@ -91,7 +91,7 @@ class CallStream:
         if not text or (opener and len(text) < len(opener) and opener.startswith(text)):
             return False
         if opener and text.startswith(opener):
-            self._buffer = text[len(opener) :]
+            self._skip_to(text[len(opener) :])
             self._step = self._seek_object
         elif text[0] in "{[":
             self._step = self._seek_object
@@ -104,7 +104,8 @@ class CallStream:
         found = self._buffer.find(opener)
         if found >= 0:
             self._emit_text(self._buffer[:found])
-            self._buffer = self._buffer[found + len(opener) :]
+            self._buffer = self._buffer[found:]
+            self._skip_to(self._buffer[len(opener) :])
             self._step = self._seek_object
             return True
         kept = _overlap(self._buffer, opener)
@@ -114,19 +115,26 @@ class CallStream:
 
     def _seek_object(self) -> bool:
         text = self._buffer.lstrip(self._format.between)
+        self._skip_to(text)
         if not text:
             return False
         if text[0] == "{":
-            self._buffer = text
             self._scanner = JsonCallScanner()
             self._is_named = False
             self._step = self._read_object
-        elif self._format.is_opener_repeated:
-            self._emit_text(self._format.opener)
-            self._step = self._seek_opener
         else:
-            self._step = self._pass_text
+            self._emit_skipped()
+            self._step = self._seek_opener if self._format.is_opener_repeated else self._pass_text
         return True
+
+    def _skip_to(self, rest: str) -> None:
+        """Go on with `rest`, the end of the buffer."""
+        self._skipped += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
+
+    def _emit_skipped(self) -> None:
+        skipped, self._skipped = self._skipped, ""
+        self._emit_text(skipped)
 
     def _read_object(self) -> bool:
         scanner = self._scanner
@@ -138,6 +146,7 @@ class CallStream:
             return False
         self._scanner = None
         if not self._is_named:  # some other JSON, not a call
+            self._emit_skipped()
             self._emit_text(scanner.raw)
             self._step = self._pass_text
         else:
@@ -162,6 +171,7 @@ class CallStream:
         arguments = scanner.take_arguments()
         if not self._is_named:
             self._is_named = True
+            self._skipped = ""
             self.num_calls += 1
             if not scanner.has_arguments:
                 arguments = "{}"
