@@ -1,0 +1,210 @@
+"""What layers that keep a state share: the rows of a step, small parameters, the convolution.
+
+Built by `linear_attention.py`, `mamba.py` and `short_conv.py`. States live in the cache and come with
+each call; nothing here keeps one.
+
+Shapes: T tokens, B rows, C channels, H heads, all of this rank; K taps of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm._custom_ops import state_space as state_ops
+from vllm.batch import AttentionState, ForwardBatch
+from vllm.cache_spec import CacheField
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.row_select_linear import RowSelection
+from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+from vllm.types import DType
+
+STATE_KIND = "state"
+"""Name of the layer type of every layer with a state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateRows:
+    """Where the states of a step's rows lie, as the state ops take it.
+
+    Attributes:
+        fields: views of the layer's cache fields, [units, ...], in the order of its spec.
+        offsets: int32 [B], unit of each row's state.
+        cu_query_lens: int32 [B + 1].
+        num_computed: int32 [B]; 0 is a new row, whose state counts as zero.
+    """
+
+    fields: tuple[Tensor, ...]
+    offsets: Tensor
+    cu_query_lens: Tensor
+    num_computed: Tensor
+
+    @staticmethod
+    def read(layer: int, batch: ForwardBatch, attention: AttentionState) -> StateRows:
+        """Return the rows of a step for decoder layer `layer`."""
+        cache = attention.caches[layer]
+        assert cache is not None, f"layer {layer} has no cache bound to it"
+        bounds = batch.cu_query_lens
+        return StateRows(
+            fields=cache.tensors,
+            offsets=batch.groups[cache.group].block_offsets[:, 0].contiguous(),
+            cu_query_lens=bounds,
+            num_computed=batch.seq_lens - (bounds[1:] - bounds[:-1]),
+        )
+
+
+def state_field(name: str, shape: tuple[int, ...], dtype: DType) -> CacheField:
+    """Return a cache field that is kept once for each sequence."""
+    return CacheField(name=name, shape=shape, dtype=dtype, per="sequence")
+
+
+def require_silu(activation: str, what: str) -> None:
+    """Raise ConfigError if an activation is another than the one that the ops compute."""
+    if activation not in ("silu", "swish"):
+        raise ConfigError(
+            f"{what} is {activation!r}; layers with a state are served with 'silu' only"
+        )
+
+
+class CausalConv(nn.Module):
+    """A convolution of each channel over its last K inputs.
+
+    Args:
+        selection: the channels that this rank takes of the checkpoint's.
+        taps: K, the length of the filters.
+        silu: whether the result passes through x * sigmoid(x).
+
+    Attributes:
+        weight_KC: filters, one tap a row.
+    """
+
+    def __init__(
+        self, selection: RowSelection, taps: int, *, bias: bool, silu: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self._selection = selection
+        self._silu = silu
+        channels = len(selection.rows)
+        self.weight_KC = nn.Parameter(torch.empty(taps, channels, dtype=dtype), requires_grad=False)
+        self.register_parameter(
+            "bias_C",
+            nn.Parameter(torch.empty(channels, dtype=dtype), requires_grad=False) if bias else None,
+        )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """See HoldsWeights."""
+        return ("weight",) if self.bias_C is None else ("weight", "bias")
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; checkpoints hold [channels, 1, taps]."""
+        total, rows = self._selection.total, self._selection.rows
+        if field == "weight":
+            target = self.weight_KC.data.T[:, None]
+            return WeightPlace(shape=(total, *target.shape[1:]), target=target, rows=rows)
+        assert self.bias_C is not None
+        return WeightPlace(shape=(total,), target=self.bias_C.data, rows=rows)
+
+    def cache_field(self, dtype: DType) -> CacheField:
+        """Return the field of the last K - 1 inputs, oldest first."""
+        taps, channels = self.weight_KC.shape
+        return state_field("conv", (taps - 1, channels), dtype)
+
+    def forward(self, x_TC: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        """Return the convolved inputs, [T, C], and move the state on.
+
+        Args:
+            x_TC: inputs, contiguous in C.
+            state: the cache field of `cache_field`, [units, K - 1, C].
+            rows: the step's rows.
+        """
+        out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
+        state_ops.causal_conv1d(
+            out_TC,
+            x_TC,
+            self.weight_KC.T,
+            self.bias_C,
+            state.transpose(1, 2),
+            rows.offsets,
+            rows.cu_query_lens,
+            rows.num_computed,
+            self._silu,
+        )
+        return out_TC
+
+
+class HeadVectors(nn.Module):
+    """Vectors with a number for each head, kept in float32.
+
+    Args:
+        names: names of the vectors in the checkpoint.
+        num_heads, first_head, total_heads: heads of this rank, the first of them, of all ranks.
+    """
+
+    def __init__(
+        self, names: Sequence[str], num_heads: int, first_head: int, total_heads: int
+    ) -> None:
+        super().__init__()
+        self.fields = tuple(names)
+        self._first = first_head
+        self._total = total_heads
+        for name in names:
+            vector = nn.Parameter(torch.empty(num_heads, dtype=torch.float32), requires_grad=False)
+            self.register_parameter(name, vector)
+
+    def vector(self, name: str) -> Tensor:
+        """Return a vector by its name, float32 [H]."""
+        return self.get_parameter(name).data
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; there is one shard, None."""
+        return WeightPlace(
+            shape=(self._total,), target=self.vector(field), axis=0, start=self._first
+        )
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm of groups of channels with a gate before or after it.
+
+    Args:
+        num_weights, first_weight, total_weights: weights of this rank, the first of them, of all
+            ranks; as many as a group has, or as all channels.
+        group_size: channels that are normed together.
+        gate_first: whether the gate multiplies before the norm.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def __init__(
+        self,
+        num_weights: int,
+        first_weight: int,
+        total_weights: int,
+        *,
+        group_size: int,
+        gate_first: bool,
+        epsilon: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self._first = first_weight
+        self._total = total_weights
+        self._group_size = group_size
+        self._gate_first = gate_first
+        self.weight = nn.Parameter(torch.empty(num_weights, dtype=dtype), requires_grad=False)
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; there is one shard, None."""
+        return WeightPlace(shape=(self._total,), target=self.weight.data, axis=0, start=self._first)
+
+    def forward(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """Overwrite `x` with its gated norm and return it."""
+        state_ops.gated_rms_norm(
+            x_TC, x_TC, gate_TC, self.weight, self.epsilon, self._group_size, self._gate_first
+        )
+        return x_TC
