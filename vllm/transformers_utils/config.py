@@ -26,7 +26,11 @@ from vllm.transformers_utils.torch_guard import hide_torch
 logger = init_logger(__name__)
 
 # Models of several modalities of which the text part can be served: class -> class of that part.
-_TEXT_PART = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+_TEXT_PART = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 _OTHER_PARTS = ("text_config", "vision_config", "audio_config")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 

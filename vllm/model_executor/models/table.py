@@ -25,5 +25,8 @@ ARCHITECTURES: dict[str, str] = {
         "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM": "qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
+        "Qwen3NextForCausalLM": "qwen3_next:Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM": "qwen3_5:Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM": "qwen3_5:Qwen3_5MoeForCausalLM",
     }.items()
 }
