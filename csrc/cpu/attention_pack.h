@@ -112,9 +112,9 @@ VLLM_INLINE void interleave_rows(const bf16* a, const bf16* b, int64_t count, bf
 #endif
 
 // K rows of `num_keys` keys (a multiple of 16) as packed blocks of 32 columns: columns are keys.
-template <typename T>
-VLLM_INLINE void pack_keys(T* packed, const char* const* rows, int64_t num_keys,
-                           int64_t head_size) {
+template <typename T, typename Fetch>
+VLLM_INLINE void pack_keys(T* packed, const char* const* rows, int64_t num_keys, int64_t head_size,
+                           Fetch& prefetch) {
   const int64_t dwords = head_size * static_cast<int64_t>(sizeof(T)) / 4;
   const int64_t block_bytes = block_elements<T>(head_size) * static_cast<int64_t>(sizeof(T));
   for (int64_t key = 0; key < num_keys; key += kLanes) {
@@ -123,14 +123,16 @@ VLLM_INLINE void pack_keys(T* packed, const char* const* rows, int64_t num_keys,
     for (int64_t d = 0; d < dwords; d += kLanes) {
       const int64_t count = dwords - d < kLanes ? dwords - d : kLanes;
       transpose_dwords(rows + key, d, count, block + d * kBlockCols * 4);
+      prefetch.step();
     }
   }
 }
 
 // V rows of `num_keys` keys (even) as packed blocks of 32 columns: columns are elements of the
 // head. A block has room for all kBlockKeys keys.
+template <typename Fetch>
 VLLM_INLINE void pack_values(bf16* packed, int64_t block_size, const char* const* rows,
-                             int64_t num_keys, int64_t head_size) {
+                             int64_t num_keys, int64_t head_size, Fetch& prefetch) {
   for (int64_t key = 0; key < num_keys; key += 2) {
     const bf16* a = reinterpret_cast<const bf16*>(rows[key]);
     const bf16* b = reinterpret_cast<const bf16*>(rows[key + 1]);
@@ -139,11 +141,13 @@ VLLM_INLINE void pack_values(bf16* packed, int64_t block_size, const char* const
       const int64_t count = head_size - c < kBlockCols ? head_size - c : kBlockCols;
       interleave_rows(a + c, b + c, count, out);
     }
+    if (key % 4 == 0) prefetch.step();
   }
 }
 
+template <typename Fetch>
 VLLM_INLINE void pack_values(float* packed, int64_t block_size, const char* const* rows,
-                             int64_t num_keys, int64_t head_size) {
+                             int64_t num_keys, int64_t head_size, Fetch& prefetch) {
   for (int64_t key = 0; key < num_keys; ++key) {
     const float* row = reinterpret_cast<const float*>(rows[key]);
     float* out = packed + key * kBlockCols;
@@ -155,6 +159,7 @@ VLLM_INLINE void pack_values(float* packed, int64_t block_size, const char* cons
                                       : zero());
       }
     }
+    if (key % 4 == 0) prefetch.step();
   }
 }
 

@@ -37,11 +37,17 @@ struct TileMemory {
   SoftmaxState part, total;
 };
 
+// Cached keys of one KV head of a row, positions begin … end - 1.
+struct KeyRange {
+  int64_t row, kv_head, begin, end;
+};
+
 // What a unit is about.
 struct TileTask {
   int64_t row, kv_head, first_token, tokens, group;
   int64_t start;        // position of the row's first new token
   int64_t first, last;  // positions of the tile
+  KeyRange upcoming;    // where the next unit begins to read; empty if not known
 };
 
 VLLM_INLINE uint64_t bit_range(int64_t begin, int64_t end) {
@@ -118,33 +124,51 @@ VLLM_INLINE void find_rows(const AttentionArgs& args, const TileTask& task, int6
   }
 }
 
-// Brings the cached K and V rows of positions base … of one KV head closer.
-VLLM_INLINE void prefetch_rows(const AttentionArgs& args, int64_t row, int64_t kv_head,
-                               int64_t base, int64_t end) {
-  const AttentionBatch& batch = args.batch;
-  const int32_t* offsets = batch.block_offsets + row * batch.max_blocks;
-  const int64_t row_bytes = args.head_size * (args.element == Element::kFloat ? 4 : 2);
-  for (int64_t position = base; position < end;) {
-    const int64_t block = position / batch.block_tokens, first = position % batch.block_tokens;
-    const int64_t left = end - position;
-    const int64_t count = batch.block_tokens - first < left ? batch.block_tokens - first : left;
-    const char* key = args.key.cached(offsets[block], first, kv_head);
-    const char* value = args.value.cached(offsets[block], first, kv_head);
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-        _mm_prefetch(key + i * args.key.token_stride + byte, _MM_HINT_T1);
-        _mm_prefetch(value + i * args.value.token_stride + byte, _MM_HINT_T1);
-      }
-    }
-    position += count;
-  }
-}
+// Brings the K and V rows of a range of keys closer, a row at each step. The steps of a block
+// number about as many as its keys, whatever the sizes: requests for memory and arithmetic overlap.
+class RowPrefetcher {
+ public:
+  VLLM_INLINE RowPrefetcher(const AttentionArgs& args, const KeyRange& range)
+      : args_(args),
+        offsets_(args.batch.block_offsets + range.row * args.batch.max_blocks),
+        kv_head_(range.kv_head),
+        position_(range.begin),
+        end_(range.end),
+        row_bytes_(args.head_size * (args.element == Element::kFloat ? 4 : 2)) {}
 
-// The first block of a unit, or the one at `base`, as far as it is cached.
-VLLM_INLINE void prefetch_block(const AttentionArgs& args, const TileTask& task, int64_t base) {
+  VLLM_INLINE void step() {
+    if (position_ >= end_) return;
+    if (left_ == 0) enter_block();
+    for (int64_t byte = 0; byte < row_bytes_; byte += 64) {
+      _mm_prefetch(key_ + byte, _MM_HINT_T1);
+      _mm_prefetch(value_ + byte, _MM_HINT_T1);
+    }
+    key_ += args_.key.token_stride;
+    value_ += args_.value.token_stride;
+    --left_;
+    ++position_;
+  }
+
+ private:
+  void enter_block() {
+    const int64_t tokens = args_.batch.block_tokens;
+    const int64_t offset = offsets_[position_ / tokens], row = position_ % tokens;
+    key_ = args_.key.cached(offset, row, kv_head_);
+    value_ = args_.value.cached(offset, row, kv_head_);
+    left_ = tokens - row;
+  }
+
+  const AttentionArgs& args_;
+  const int32_t* offsets_;
+  const char *key_ = nullptr, *value_ = nullptr;
+  int64_t kv_head_, position_, end_, row_bytes_, left_ = 0;
+};
+
+// Cached keys of the block at `base` as a task sees them.
+VLLM_INLINE KeyRange block_range(const AttentionArgs& args, const TileTask& task, int64_t base) {
   const int64_t cached = args.fresh_key.data == nullptr ? task.last + 1 : task.start;
   const int64_t end = base + kBlockKeys < cached ? base + kBlockKeys : cached;
-  prefetch_rows(args, task.row, task.kv_head, base, end);
+  return KeyRange{task.row, task.kv_head, base, end};
 }
 
 // How scores become logits in units of log 2: x = score * factor. With a soft cap scores are shaped
@@ -202,14 +226,14 @@ VLLM_INLINE float weigh_row(const float* scores, T* weights, uint64_t mask, int6
 // Query rows times the first `count` keys of a block.
 template <typename T>
 VLLM_INLINE void score_block(const AttentionArgs& args, const TileMemory<T>& memory, int64_t rows,
-                             const char* const* key_rows, int64_t count) {
+                             const char* const* key_rows, int64_t count, RowPrefetcher& prefetch) {
   const int64_t head_size = args.head_size;
-  pack_keys(memory.keys, key_rows, count, head_size);
+  pack_keys(memory.keys, key_rows, count, head_size, prefetch);
   for (int64_t key = 0; key < count; key += kBlockCols) {
     const T* keys = memory.keys + key / kBlockCols * block_elements<T>(head_size);
     float* scores = memory.scores + key;
     multiply_block(
-        memory.query, head_size, rows, keys, head_size, Ahead{}, FromZero{},
+        memory.query, head_size, rows, keys, head_size, prefetch, FromZero{},
         [=](int64_t r, int v, Vec x) { store(scores + r * kBlockKeys + v * kLanes, x); });
   }
 }
@@ -244,19 +268,18 @@ VLLM_INLINE void weigh_block(const AttentionArgs& args, const TileTask& task,
   }
 }
 
-// acc := acc * decay + weights times the values of the first `count` keys.
+// acc := acc * decay + weights times the packed values of `count` keys.
 template <typename T>
 VLLM_INLINE void add_values(const AttentionArgs& args, const TileMemory<T>& memory, int64_t rows,
-                            const char* const* value_rows, int64_t count) {
+                            int64_t count, RowPrefetcher& prefetch) {
   const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
   const int64_t block_size = block_elements<T>(kBlockKeys);
-  pack_values(memory.values, block_size, value_rows, count, args.head_size);
   for (int64_t c = 0; c < value_cols; c += kBlockCols) {
     float* acc = memory.part.acc + c;
     const float* decay = memory.decay;
     multiply_block(
         memory.weights, kBlockKeys, rows, memory.values + c / kBlockCols * block_size, count,
-        Ahead{},
+        prefetch,
         [=](int64_t r, int v) {
           return mul(load(acc + r * value_cols + v * kLanes), set1(decay[r]));
         },
@@ -264,18 +287,21 @@ VLLM_INLINE void add_values(const AttentionArgs& args, const TileMemory<T>& memo
   }
 }
 
-// One block of keys, those in `live` (never none), for all rows of a tile.
+// One block of keys, those in `live` (never none), for all rows of a tile. `next` is read next.
 template <typename T>
 void attend_block(const AttentionArgs& args, const TileTask& task, const TileMemory<T>& memory,
-                  int64_t base, uint64_t live) {
+                  int64_t base, uint64_t live, const KeyRange& next) {
   const int64_t rows = task.tokens * task.group;
   const int64_t count = (64 - __builtin_clzll(live) + 15) / 16 * 16;
   const char* key_rows[kBlockKeys];
   const char* value_rows[kBlockKeys];
   find_rows(args, task, base, count, live, key_rows, value_rows);
-  score_block(args, memory, rows, key_rows, count);
+  RowPrefetcher prefetch(args, next);
+  score_block(args, memory, rows, key_rows, count, prefetch);
   weigh_block(args, task, memory, base, count);
-  add_values(args, memory, rows, value_rows, count);
+  pack_values(memory.values, block_elements<T>(kBlockKeys), value_rows, count, args.head_size,
+              prefetch);
+  add_values(args, memory, rows, count, prefetch);
 }
 
 VLLM_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t value_cols) {
@@ -320,10 +346,14 @@ VLLM_INLINE bool attend_part(const AttentionArgs& args, const TileTask& task,
   for (int64_t base = begin; base < begin + kPartKeys && base <= task.last; base += kBlockKeys) {
     const uint64_t live = visible_keys(args.visibility, task.first, task.last, base);
     if (live == 0) continue;
-    if (has_few_rows) prefetch_block(args, task, base + kBlockKeys);
+    KeyRange next{0, 0, 0, 0};
+    if (has_few_rows) {
+      const int64_t next_base = base + kBlockKeys;
+      next = next_base <= task.last ? block_range(args, task, next_base) : task.upcoming;
+    }
     if (!seen) clear_state(memory.part, task.tokens * task.group, value_cols);
     seen = true;
-    attend_block(args, task, memory, base, live);
+    attend_block(args, task, memory, base, live, next);
   }
   return seen;
 }

@@ -17,16 +17,17 @@ VLLM_INLINE TileTask task_of(const AttentionArgs& args, const AttentionUnit& uni
                   .group = args.num_heads / args.num_kv_heads,
                   .start = start,
                   .first = start + unit.first_token,
-                  .last = start + unit.first_token + unit.num_tokens - 1};
+                  .last = start + unit.first_token + unit.num_tokens - 1,
+                  .upcoming = {0, 0, 0, 0}};
 }
 
-// Brings the first keys of a unit closer.
-VLLM_INLINE void prefetch_unit(const AttentionArgs& args, const AttentionUnit& unit) {
+// The keys that a unit reads first.
+VLLM_INLINE KeyRange first_range(const AttentionArgs& args, const AttentionUnit& unit) {
   const TileTask task = task_of(args, unit);
-  if (task.tokens * task.group > kFewRows) return;
   const int64_t first = args.visibility.sink_tokens > 0 ? 0 : args.visibility.first(task.first);
   const int64_t part_first = unit.part * kPartKeys;
-  prefetch_block(args, task, (first > part_first ? first : part_first) / kBlockKeys * kBlockKeys);
+  return block_range(args, task,
+                     (first > part_first ? first : part_first) / kBlockKeys * kBlockKeys);
 }
 
 // Place of the state of one part of an item whose parts are computed apart.
@@ -64,8 +65,9 @@ VLLM_INLINE void run_part_unit(const AttentionArgs& args, const AttentionPlan& p
 
 template <typename T>
 VLLM_INLINE void run_whole_unit(const AttentionArgs& args, const AttentionUnit& unit,
-                                TileMemory<T> memory) {
-  const TileTask task = task_of(args, unit);
+                                const KeyRange& upcoming, TileMemory<T> memory) {
+  TileTask task = task_of(args, unit);
+  task.upcoming = upcoming;
   const int64_t rows = task.tokens * task.group;
   const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
   load_query(args, task, memory.query);
@@ -100,10 +102,12 @@ VLLM_INLINE void run_units(const AttentionArgs& args, const AttentionPlan& plan,
     const int64_t end = begin + grain < plan.num_units ? begin + grain : plan.num_units;
     for (int64_t i = begin; i < end; ++i) {
       const AttentionUnit& unit = plan.units[i];
-      if (i + 1 < end) prefetch_unit(args, plan.units[i + 1]);
       prepare(unit);
       if (unit.part < 0) {
-        run_whole_unit(args, unit, memory);
+        // Another thread may take it; then the guess has cost little.
+        const bool has_next = i + 1 < plan.num_units;
+        run_whole_unit(args, unit, has_next ? first_range(args, plan.units[i + 1]) : KeyRange{},
+                       memory);
       } else {
         run_part_unit(args, plan, unit, memory);
       }

@@ -189,8 +189,10 @@ VLLM_INLINE void multiply_gated(const Step<T, W>& step, const DecoderLayer& laye
     const T* x = memory.normed.row(row);
     const auto half = [&](int64_t block, T* tile, Ahead ahead) {
       const T* block_bias = bias == nullptr ? nullptr : bias + block * kBlockCols;
-      multiply_block(x, memory.normed.stride, rows, packed + block * block_elements<T>(k), k, ahead,
-                     FromZero{}, ColumnStore<T, T>{tile, kBlockCols, kBlockCols, block_bias, 0});
+      Prefetcher prefetch = spread_over<T>(ahead, rows, k);
+      multiply_block(x, memory.normed.stride, rows, packed + block * block_elements<T>(k), k,
+                     prefetch, FromZero{},
+                     ColumnStore<T, T>{tile, kBlockCols, kBlockCols, block_bias, 0});
     };
     for (int64_t block = share.block_begin; block < share.block_end; ++block) {
       half(block, memory.gate_tile, block_ahead<T>(packed, blocks + block, k));

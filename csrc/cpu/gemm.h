@@ -98,32 +98,52 @@ VLLM_INLINE void widen_pairs(const bf16* w, Vec& lo, Vec& hi) {
 #endif
 }
 
-VLLM_INLINE float float_of_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
+// Both halves of a pair, as floats in every lane.
+VLLM_INLINE void spread_pair(int pair, Vec& lo, Vec& hi) {
+#if VLLM_ISA_AVX2
+  const __m256i pairs = _mm256_set1_epi32(pair);
+  lo = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  hi = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+#else
+  const __m512i pairs = _mm512_set1_epi32(pair);
+  lo = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  hi = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+#endif
 }
 
 template <int R, typename Pair>
 VLLM_INLINE void multiply_pairs(Vec (&acc)[R][kVecs], const Pair& pair, const bf16* w) {
+#if VLLM_ISA_AVX2
+  // Too few registers for all columns at once.
+  Vec lo[R], hi[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) spread_pair(pair(r), lo[r], hi[r]);
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs; ++v) {
-    Vec lo, hi;
-    widen_pairs(w + v * kLanes * 2, lo, hi);
+    Vec w_lo, w_hi;
+    widen_pairs(w + v * kLanes * 2, w_lo, w_hi);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const uint32_t bits = static_cast<uint32_t>(pair(r));
-      acc[r][v] = fma(set1(float_of_bits(bits << 16)), lo, acc[r][v]);
-      acc[r][v] = fma(set1(float_of_bits(bits & 0xffff0000u)), hi, acc[r][v]);
-    }
+    for (int r = 0; r < R; ++r) acc[r][v] = fma(hi[r], w_hi, fma(lo[r], w_lo, acc[r][v]));
   }
+#else
+  Vec w_lo[kVecs], w_hi[kVecs];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs; ++v) widen_pairs(w + v * kLanes * 2, w_lo[v], w_hi[v]);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    Vec lo, hi;
+    spread_pair(pair(r), lo, hi);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = fma(hi, w_hi[v], fma(lo, w_lo[v], acc[r][v]));
+  }
+#endif
 }
 #endif
 
 // acc = R rows of x times one block.
-template <int R>
+template <int R, typename Fetch>
 VLLM_INLINE void multiply_tile(Vec (&acc)[R][kVecs], const float* x, int64_t stride, const float* w,
-                               int64_t k, Prefetcher& prefetch) {
+                               int64_t k, Fetch& prefetch) {
   int64_t i = 0;
   for (; i + 4 <= k; i += 4) {
 #pragma GCC unroll 4
@@ -135,9 +155,9 @@ VLLM_INLINE void multiply_tile(Vec (&acc)[R][kVecs], const float* x, int64_t str
   for (; i < k; ++i) multiply_step<R>(acc, x + i, stride, w + i * kBlockCols);
 }
 
-template <int R>
+template <int R, typename Fetch>
 VLLM_INLINE void multiply_tile(Vec (&acc)[R][kVecs], const bf16* x, int64_t stride, const bf16* w,
-                               int64_t k, Prefetcher& prefetch) {
+                               int64_t k, Fetch& prefetch) {
   int64_t i = 0;
   for (; i + 8 <= k; i += 8) {
 #pragma GCC unroll 4
@@ -166,8 +186,8 @@ struct FromZero {
 
 // Rows of x times one block. `start(row, v)` gives the first value of the sum of column vector v of
 // a row, `finish(row, v, value)` takes the last.
-template <int R, typename T, typename Start, typename Finish>
-VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Prefetcher& prefetch,
+template <int R, typename T, typename Fetch, typename Start, typename Finish>
+VLLM_INLINE void run_tile(const T* x, int64_t stride, const T* w, int64_t k, Fetch& prefetch,
                           int64_t row, const Start& start, const Finish& finish) {
   Vec acc[R][kVecs];
 #pragma GCC unroll 16
@@ -195,22 +215,10 @@ VLLM_INLINE int tile_height(int64_t rows) {
   return 1;
 }
 
-// Memory to bring closer while a block is multiplied, as a rule the next block.
-struct Ahead {
-  const void* data = nullptr;
-  int64_t bytes = 0;
-};
-
-// Rows [0, rows) of x times one block.
-template <typename T, typename Start, typename Finish>
+// Rows [0, rows) of x times one block; `prefetch` steps along.
+template <typename T, typename Fetch, typename Start, typename Finish>
 VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const T* w, int64_t k,
-                                Ahead ahead, const Start& start, const Finish& finish) {
-  constexpr int64_t kStepBytes = 16;  // of a row of x
-  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
-  const int64_t steps = tiles * k * static_cast<int64_t>(sizeof(T)) / kStepBytes;
-  const int64_t lines = steps > 0 ? (ahead.bytes / 64 + steps - 1) / steps : 0;
-  const char* first = static_cast<const char*>(ahead.data);
-  Prefetcher prefetch{first, first + ahead.bytes, static_cast<int>(lines)};
+                                Fetch& prefetch, const Start& start, const Finish& finish) {
 #define VLLM_TILE(R)                                              \
   case R:                                                         \
     if constexpr (R <= kTileRows<T>) {                            \
@@ -236,13 +244,30 @@ VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const 
 #undef VLLM_TILE
 }
 
+// Memory to bring closer while a block is multiplied, as a rule the next block.
+struct Ahead {
+  const void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// A prefetcher that is done when all tiles of a block are.
+template <typename T>
+VLLM_INLINE Prefetcher spread_over(Ahead ahead, int64_t rows, int64_t k) {
+  constexpr int64_t kStepBytes = 16;  // of a row of x
+  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
+  const int64_t steps = tiles * k * static_cast<int64_t>(sizeof(T)) / kStepBytes;
+  const int64_t lines = steps > 0 ? (ahead.bytes / 64 + steps - 1) / steps : 0;
+  const char* first = static_cast<const char*>(ahead.data);
+  return Prefetcher{first, first + ahead.bytes, static_cast<int>(lines)};
+}
+
 // The same, from zero; `next` is the next block or null.
 template <typename T, typename Finish>
 VLLM_INLINE void multiply_block(const T* x, int64_t stride, int64_t rows, const T* w, int64_t k,
                                 const T* next, const Finish& finish) {
   const int64_t bytes = block_elements<T>(k) * static_cast<int64_t>(sizeof(T));
-  const Ahead ahead{next, next == nullptr ? 0 : bytes};
-  multiply_block(x, stride, rows, w, k, ahead, FromZero{}, finish);
+  Prefetcher prefetch = spread_over<T>(Ahead{next, next == nullptr ? 0 : bytes}, rows, k);
+  multiply_block(x, stride, rows, w, k, prefetch, FromZero{}, finish);
 }
 
 // How `threads` threads share rows x blocks: a grid of row_parts * block_parts = threads.

@@ -60,9 +60,11 @@ void multiply_share(const Share& share, const T* x, int64_t x_stride, const T* p
     for (int64_t block = share.block_begin; block < share.block_end; ++block) {
       const Ahead ahead =
           block + 1 < share.block_end ? block_ahead<T>(packed, block + 1, k) : after;
-      multiply_block(
-          x + row * x_stride, x_stride, rows, packed + block * block_size, k, ahead, FromZero{},
-          ColumnStore<T, Out>{out + row * out_stride, out_stride, n, bias, block * kBlockCols});
+      Prefetcher prefetch = spread_over<T>(ahead, rows, k);
+      const ColumnStore<T, Out> finish{out + row * out_stride, out_stride, n, bias,
+                                       block * kBlockCols};
+      multiply_block(x + row * x_stride, x_stride, rows, packed + block * block_size, k, prefetch,
+                     FromZero{}, finish);
     }
   }
 }
