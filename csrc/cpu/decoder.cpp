@@ -312,15 +312,16 @@ void read_rope_tables(const DecoderStack& stack, const std::vector<Tensor>& tabl
 }
 
 void plan_heads(const DecoderStack& stack, StepArrays& arrays) {
+  // Plans depend on lengths only, which all groups share; a group without a layer here is not read.
+  const AttentionBatch& batch = arrays.batches[static_cast<size_t>(arrays.caches.front().group)];
   const size_t count = stack.head_shapes.size();
   if (arrays.plan_memories.size() < count) arrays.plan_memories.resize(count);
   arrays.plans.clear();
   int64_t partial_floats = 0;
   for (size_t i = 0; i < count; ++i) {
     const HeadShape& shape = stack.head_shapes[i];
-    // Plans depend on lengths only, which all groups share.
-    arrays.plans.push_back(plan_attention(arrays.plan_memories[i], arrays.batches[0],
-                                          shape.num_heads, shape.num_kv_heads, shape.head_size,
+    arrays.plans.push_back(plan_attention(arrays.plan_memories[i], batch, shape.num_heads,
+                                          shape.num_kv_heads, shape.head_size,
                                           omp_get_max_threads()));
     partial_floats = std::max(partial_floats, arrays.plans.back().partial_floats);
   }

@@ -265,6 +265,23 @@ def test_without_final_norm_the_stream_is_returned() -> None:
         )
 
 
+def test_a_cache_group_without_a_layer_is_not_read() -> None:
+    stack = make_stack("llama", torch.bfloat16)
+    parts = [(0, 0, 20)]
+    expected = Rows(stack, [20], torch.bfloat16).run(decoder_layers, parts)[0]
+    broken = torch.full((1, 2), -7).int()
+
+    def run_with_another_group(*arguments: Any) -> None:
+        given = list(arguments)
+        given[5] = [broken, *given[5]]
+        given[6] = [broken, *given[6]]
+        given[9] = [group + 1 for group in given[9]]
+        decoder_layers(*given)
+
+    actual = Rows(stack, [20], torch.bfloat16).run(run_with_another_group, parts)[0]
+    assert torch.equal(actual, expected)
+
+
 def test_skipped_tokens_are_not_cached() -> None:
     stack = make_stack("llama", torch.float32)
     rows = Rows(stack, [20], torch.float32)
