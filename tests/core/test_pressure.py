@@ -106,7 +106,7 @@ def test_a_prefix_hit_is_given_up_where_its_scattered_blocks_leave_no_room():
         index.register(chain, number, 1, (blocks[1][number],))
     for group in (0, 1):
         for block in reversed(blocks[group]):
-            cache._drop(group, block)
+            cache._store.drop(group, block)
     request = make_request("a", tokens, max_tokens=2)
     harness.scheduler.add(request)
     harness.run()

@@ -11,14 +11,13 @@ import math
 from collections.abc import Sequence
 
 from vllm.cache_spec import CacheLayout, Full, KVCacheGroup
-from vllm.core.block.arena import ArenaShadow, SuperblockArena
+from vllm.core.block.arena import SuperblockArena
 from vllm.core.block.table import make_block_managers
-from vllm.core.eviction import choose_victims
+from vllm.core.block_store import BlockStore
 from vllm.core.need import count_fresh, count_superblocks, peak_blocks
 from vllm.core.placement import Admission, AdmissionDemand, plan_admission
 from vllm.core.prefix_index import (
     NO_HIT,
-    PrefixEntry,
     PrefixHit,
     PrefixIndex,
     describe_geometry,
@@ -66,9 +65,9 @@ class CacheManager:
             if enable_prefix_caching
             else None
         )
+        self._store = BlockStore(self.arena, self._index)
         self.grain_tokens = grain
         self._generation = 0
-        self._pinned: list[tuple[int, int]] = []
         self.no_blocks: NewBlocks = tuple([] for _ in groups)
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
@@ -146,8 +145,8 @@ class CacheManager:
         """
         num_computed = admission.num_computed
         for group, block in admission.shared:
-            self._hold(group, block)
-        self._evict(admission.victims)
+            self._store.hold(group, block)
+        self._store.evict(admission.victims)
         cache.tables = admission.tables
         cache.num_dead = [
             manager.first_resumed_entry(num_computed) if num_computed else 0
@@ -173,12 +172,13 @@ class CacheManager:
         lens = [len(table) for table in cache.tables]
         needs = count_fresh(self._managers, lens, num_computed, num_new)
         for group, sources in enumerate(cache.copy_sources):
-            needs[group] -= sum(not self._must_copy(group, block) for block in sources)
-        if not self.arena.fits(needs):
-            victims = choose_victims(self._index, ArenaShadow(self.arena), needs, ())
-            if victims is None:
-                return None
-            self._evict(victims)
+            needs[group] -= sum(
+                block == NO_BLOCK or not self._store.must_copy(group, block) for block in sources
+            )
+        victims = self._store.find_room(needs)
+        if victims is None:
+            return None
+        self._store.evict(victims)
         if cache.copy_sources:
             self._take_sources(cache, copies)
         self._grow(cache, num_computed, num_new)
@@ -217,7 +217,7 @@ class CacheManager:
                 table[position] = NO_BLOCK
             for block in table:
                 if block != NO_BLOCK:
-                    self._hold(group, block)
+                    self._store.hold(group, block)
             tables.append(table[:first])
             sources.append(table[first:])
         num_published = min(cache.num_published_tokens, num_shared)
@@ -240,7 +240,7 @@ class CacheManager:
         for group, sources in enumerate(cache.copy_sources):
             for block in sources:
                 if block != NO_BLOCK:
-                    self._drop(group, block)
+                    self._store.drop(group, block)
         duplicates = set(cache.duplicates)
         num_tokens = max(
             (
@@ -254,7 +254,7 @@ class CacheManager:
                 per_grain = self.grain_tokens // self._managers[group].block_tokens
                 for block in reversed(table[number * per_grain : (number + 1) * per_grain]):
                     if block != NO_BLOCK:
-                        self._drop(group, block)
+                        self._store.drop(group, block)
             if number in duplicates and self._index is not None:
                 self._index.touch(cache.chain[number][0])
         cache.tables = []
@@ -266,9 +266,7 @@ class CacheManager:
 
     def finish_step(self) -> list[int]:
         """End the planning of a step; return the superblocks that must be zeroed before it runs."""
-        for group, block in self._pinned:
-            self._drop(group, block)
-        self._pinned.clear()
+        self._store.unpin()
         return self.arena.take_changed_owner()
 
     def reset_prefix_cache(self) -> None:
@@ -276,9 +274,7 @@ class CacheManager:
         self._generation += 1
         if self._index is not None:
             for entry in self._index.clear():
-                for block in entry.block_ids:
-                    if self.arena.ref_count(entry.group, block) == 0:
-                        self.arena.reclaim(entry.group, block)
+                self._store.free_entry(entry)
 
     def _grow(self, cache: SequenceCache, num_computed: int, num_new: int) -> None:
         """Append the entries of a step to every table; there is room."""
@@ -301,38 +297,21 @@ class CacheManager:
             end = min(manager.num_dead_entries(num_computed), len(table))
             for position in range(max(cache.num_dead[group], manager.first_mortal_entry), end):
                 if table[position] != NO_BLOCK:
-                    self._drop(group, table[position])
+                    self._store.drop(group, table[position])
                     table[position] = NO_BLOCK
             cache.num_dead[group] = max(cache.num_dead[group], end)
-
-    def _must_copy(self, group: int, block: int) -> bool:
-        """Whether a source of a fork has another use and so must not be written over.
-
-        Somebody else may hold it, or its parent has filled it and its content is cached.
-        """
-        if block == NO_BLOCK:
-            return False
-        is_known = self._index is not None and self._index.has_entry(group, block)
-        return is_known or self.arena.ref_count(group, block) > 1
 
     def _take_sources(self, cache: SequenceCache, copies: list[BlockCopy]) -> None:
         """Append the blocks that a fork left to copy; sources are pinned until `finish_step`."""
         for group, sources in enumerate(cache.copy_sources):
             for source in sources:
                 block = source
-                if self._must_copy(group, source):
+                if source != NO_BLOCK and self._store.must_copy(group, source):
                     block = self.arena.allocate(group)
                     copies.append(BlockCopy(group=group, source=source, target=block))
-                    self._pinned.append((group, source))
+                    self._store.pin(group, source)
                 cache.tables[group].append(block)
         cache.copy_sources = []
-
-    def _evict(self, victims: Sequence[PrefixEntry]) -> None:
-        for entry in victims:
-            assert self._index is not None, "victims come from the index"
-            self._index.evict(entry)
-            for block in entry.block_ids:
-                self.arena.reclaim(entry.group, block)
 
     def _register(self, cache: SequenceCache, number: int) -> bool:
         """Offer one grain; False if the index has the content in other blocks for some group."""
@@ -351,14 +330,3 @@ class CacheManager:
             cache.duplicates = []
         if cache.duplicates:
             cache.duplicates = [d for d in cache.duplicates if not self._register(cache, d)]
-
-    def _hold(self, group: int, block: int) -> None:
-        if self.arena.hold(group, block):
-            assert self._index is not None, "only cached blocks have no holder"
-            self._index.note_held(group, block)
-
-    def _drop(self, group: int, block: int) -> None:
-        if self.arena.release(group, block) and not (
-            self._index is not None and self._index.note_released(group, block)
-        ):
-            self.arena.reclaim(group, block)

@@ -1,0 +1,75 @@
+"""Blocks with their references: the arena and the prefix index kept in step.
+
+Used by `core/cache_manager.py` and what belongs to it. A block that loses its last holder stays if
+the index knows its content, else it is free. It decides nothing: who holds what is the caller's
+business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.core.block.arena import ArenaShadow, SuperblockArena
+from vllm.core.eviction import choose_victims
+from vllm.core.prefix_index import PrefixEntry, PrefixIndex
+
+
+class BlockStore:
+    """Holds and drops blocks.
+
+    Attributes:
+        arena: who owns which superblock, and reference counts.
+        index: what is cached; None without prefix caching.
+    """
+
+    def __init__(self, arena: SuperblockArena, index: PrefixIndex | None) -> None:
+        self.arena = arena
+        self.index = index
+        self._pinned: list[tuple[int, int]] = []
+
+    def hold(self, group: int, block: int) -> None:
+        """Add a reference to a block that is held or cached."""
+        if self.arena.hold(group, block):
+            assert self.index is not None, "only cached blocks have no holder"
+            self.index.note_held(group, block)
+
+    def drop(self, group: int, block: int) -> None:
+        """Drop a reference; the last one frees the block unless its content is cached."""
+        if self.arena.release(group, block) and not (
+            self.index is not None and self.index.note_released(group, block)
+        ):
+            self.arena.reclaim(group, block)
+
+    def pin(self, group: int, block: int) -> None:
+        """Take over a reference of the caller until `unpin`: a step being planned needs it."""
+        self._pinned.append((group, block))
+
+    def unpin(self) -> None:
+        """Drop the references that pins hold."""
+        for group, block in self._pinned:
+            self.drop(group, block)
+        self._pinned.clear()
+
+    def find_room(self, needs: Sequence[int]) -> list[PrefixEntry] | None:
+        """Return what to evict so that `needs` new blocks fit; None if they cannot."""
+        if self.arena.fits(needs):
+            return []
+        return choose_victims(self.index, ArenaShadow(self.arena), needs, ())
+
+    def evict(self, entries: Iterable[PrefixEntry]) -> None:
+        """Forget cached content that nobody holds, and free its blocks."""
+        for entry in entries:
+            assert self.index is not None, "entries come from the index"
+            self.index.evict(entry)
+            self.free_entry(entry)
+
+    def free_entry(self, entry: PrefixEntry) -> None:
+        """Free those blocks of a forgotten entry that nobody holds."""
+        for block in entry.block_ids:
+            if self.arena.ref_count(entry.group, block) == 0:
+                self.arena.reclaim(entry.group, block)
+
+    def must_copy(self, group: int, block: int) -> bool:
+        """Whether a held block has another use and so must not be written over."""
+        is_known = self.index is not None and self.index.has_entry(group, block)
+        return is_known or self.arena.ref_count(group, block) > 1
