@@ -15,7 +15,12 @@ from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.transformers_utils.config_families import FAMILIES, apply_family, family_of
+from vllm.transformers_utils.config_families import (
+    FAMILIES,
+    apply_family,
+    family_of,
+    fill_heads,
+)
 from vllm.transformers_utils.dtype import normalize_dtype
 from vllm.transformers_utils.gguf_config import gguf_to_config, stop_token_ids
 from vllm.transformers_utils.gguf_file import read_gguf
@@ -28,6 +33,7 @@ logger = init_logger(__name__)
 # Models of several modalities of which the text part can be served: class -> class of that part.
 _TEXT_PART = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
@@ -164,5 +170,10 @@ def _through_transformers(
         raise ConfigError(
             f"transformers cannot read {path}/config.json: {type(error).__name__}: {error}"
         ) from error
-    completed = loaded.get_text_config().to_dict()
-    return {**raw, **completed, "architectures": raw.get("architectures")}
+    text = loaded.get_text_config()
+    completed = {**raw, **text.to_dict(), "architectures": raw.get("architectures")}
+    if "num_hidden_layers" not in completed and hasattr(text, "num_hidden_layers"):
+        completed["num_hidden_layers"] = text.num_hidden_layers  # computed from a pattern of layers
+    if completed.get("num_attention_heads") and completed.get("hidden_size"):
+        fill_heads(completed)
+    return completed
