@@ -246,7 +246,12 @@ class RotaryEmbedding(nn.Module):
 
 
 def get_rope(
-    head_size: int, settings: Mapping[str, Any], *, max_positions: int, max_model_len: int
+    head_size: int,
+    settings: Mapping[str, Any],
+    *,
+    max_positions: int,
+    max_model_len: int,
+    is_neox: bool = True,
 ) -> RotaryEmbedding:
     """Return the rotary embedding for one group of rope settings.
 
@@ -255,6 +260,7 @@ def get_rope(
         settings: {"rope_type", "rope_theta", what the type needs}, as `rope_config` has them.
         max_positions: max_position_embeddings of the config.
         max_model_len: longest sequence that the engine serves.
+        is_neox: whether element i turns with i + half, or even ones with their neighbours.
 
     Raises:
         ConfigError: a rope type that is not known, or settings that do not fit the head.
@@ -270,4 +276,4 @@ def get_rope(
             f"the turning part of a head must be even and at least 2, got {spec.rotary_dim} "
             f"(head size {head_size})"
         )
-    return RotaryEmbedding(spec)
+    return RotaryEmbedding(spec, is_neox=is_neox)

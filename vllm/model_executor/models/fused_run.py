@@ -118,12 +118,19 @@ def can_lower(block: DecoderBlock) -> bool:
     return (
         isinstance(attention, AttentionBlock)
         and isinstance(block.mlp, MlpBlock)
+        and _is_plain(attention)
+        and _is_plain(block.mlp)
         and block.residual_scale == 1.0
         and attention.out.is_whole
         and attention.qkv.packed is not None
         and attention.attention.kernel == FUSED_KERNEL
         and attention.attention.spec.reads_from is None
     )
+
+
+def _is_plain(part: AttentionBlock | MlpBlock) -> bool:
+    """Whether a part is what the op computes; a family's own kind computes something else."""
+    return type(part) in (AttentionBlock, MlpBlock)
 
 
 def lower_block(block: DecoderBlock, ropes: Sequence[RotaryEmbedding]) -> DecoderLayer:
