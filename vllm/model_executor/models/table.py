@@ -24,6 +24,7 @@ ARCHITECTURES: dict[str, str] = {
         "LLaMAForCausalLM": "llama:LlamaForCausalLM",
         "Lfm2ForCausalLM": "lfm2:Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM": "lfm2:Lfm2MoeForCausalLM",
+        "Llama4ForCausalLM": "llama4:Llama4ForCausalLM",
         "LlamaForCausalLM": "llama:LlamaForCausalLM",
         "MistralForCausalLM": "llama:MistralForCausalLM",
         "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
