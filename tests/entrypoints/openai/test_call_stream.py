@@ -82,6 +82,15 @@ def test_cuts_do_not_matter(
     assert content == ("" if not text.startswith("text") else "text ")
 
 
+def test_ids() -> None:
+    text = '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]'
+    ids = [call.id for call in extract_calls(MistralToolParser.call_format, text).tool_calls]
+    assert len(set(ids)) == 2
+    assert all(len(i) == 9 and i.isalnum() for i in ids)
+    (call,) = extract_calls(FORCED_CALLS, '[{"name": "a", "parameters": {}}]').tool_calls
+    assert call.id.startswith("chatcmpl-tool-")
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(FORMATS), st.text(alphabet='<tool_cal>[]{}"name:,; \n', max_size=60), st.data()

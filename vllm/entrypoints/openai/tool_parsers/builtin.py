@@ -6,6 +6,8 @@ hermes (Hermes, Qwen 2.5), llama3_json (Llama 3.1 and later), mistral and intern
 
 from __future__ import annotations
 
+import random
+import string
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -102,11 +104,16 @@ class Llama3JsonToolParser(FormatToolParser):
     )
 
 
+def _make_short_id() -> str:
+    """Return nine letters and digits: Mistral's templates accept no other id in later turns."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+
+
 @ToolParserManager.register_module("mistral")
 class MistralToolParser(FormatToolParser):
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, text before."""
 
-    call_format = CallFormat(opener="[TOOL_CALLS]", between="[],; \n\r\t")
+    call_format = CallFormat(opener="[TOOL_CALLS]", between="[],; \n\r\t", make_id=_make_short_id)
 
 
 @ToolParserManager.register_module("internlm")

@@ -6,7 +6,7 @@ so both give the same calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm.entrypoints.openai.response import (
@@ -28,6 +28,7 @@ class CallFormat:
         is_bare_allowed: calls may begin without the opener, at the very start of the answer.
         is_opener_repeated: every call has its own opener; else one opens all.
         needs_arguments: an object without arguments is no call.
+        make_id: makes the id of a call.
     """
 
     opener: str
@@ -35,6 +36,7 @@ class CallFormat:
     is_bare_allowed: bool = False
     is_opener_repeated: bool = False
     needs_arguments: bool = False
+    make_id: Callable[[], str] = make_tool_call_id
 
 
 class CallStream:
@@ -178,7 +180,7 @@ class CallStream:
             self._calls.append(
                 DeltaToolCall(
                     index=self.num_calls - 1,
-                    id=make_tool_call_id(),
+                    id=self._format.make_id(),
                     type="function",
                     function=DeltaFunctionCall(name=scanner.name, arguments=arguments),
                 )
