@@ -19,6 +19,8 @@ from torch import Tensor
 from vllm._custom_ops.decoder import DecoderLayer, DecoderStack, PackedLinear, decoder_layers
 from vllm._custom_ops.library import cpu_isa
 from vllm._custom_ops.linear import embedding, linear, pack_linear_weight
+from vllm._custom_ops.sampling import argmax
+from vllm.worker.cache_engine import allocate_arena
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, LAYERS, VOCAB = 576, 9, 3, 64, 1536, 30, 49152
 BLOCK_TOKENS = 16
@@ -90,7 +92,7 @@ class Step:
         field_bytes = BLOCK_TOKENS * KV_HEADS * HEAD * model.dtype.itemsize
         block_units = LAYERS * 2 * field_bytes // UNIT_BYTES
         num_units = load.num_rows * blocks * block_units
-        arena = torch.zeros((num_units + block_units) * UNIT_BYTES, dtype=torch.uint8)
+        arena = allocate_arena((num_units + block_units) * UNIT_BYTES, torch.device("cpu"))
         arena.view(model.dtype).normal_()
         self.caches = [
             arena.view(model.dtype).as_strided(
@@ -131,7 +133,9 @@ class Step:
         hidden = hidden[self.last]
         logits = torch.empty(hidden.shape[0], VOCAB)
         linear(logits, hidden, model.table)
-        return logits.argmax(-1)
+        tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
+        argmax(tokens, logits)
+        return tokens
 
 
 def measure(step: Step, seconds: float) -> tuple[float, float, int]:

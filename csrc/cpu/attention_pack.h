@@ -96,7 +96,8 @@ VLLM_INLINE void transpose_dwords(const char* const* rows, int64_t start, int64_
 }
 
 // Two rows of 32 bf16 (count <= 32 of them) into 32 pairs.
-VLLM_INLINE void interleave_rows(const bf16* a, const bf16* b, int64_t count, bf16* out) {
+VLLM_INLINE void interleave_rows(const bf16* a, const bf16* b, int64_t count, __m512i& first,
+                                 __m512i& second) {
   const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
   const __m512i x = _mm512_maskz_loadu_epi16(mask, a);
   const __m512i y = _mm512_maskz_loadu_epi16(mask, b);
@@ -104,9 +105,15 @@ VLLM_INLINE void interleave_rows(const bf16* a, const bf16* b, int64_t count, bf
       _mm512_set_epi32(0x002f000f, 0x002e000e, 0x002d000d, 0x002c000c, 0x002b000b, 0x002a000a,
                        0x00290009, 0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004,
                        0x00230003, 0x00220002, 0x00210001, 0x00200000);
-  const __m512i upper = _mm512_add_epi16(even, _mm512_set1_epi16(16));
-  _mm512_storeu_si512(out, _mm512_permutex2var_epi16(x, even, y));
-  _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi16(x, upper, y));
+  first = _mm512_permutex2var_epi16(x, even, y);
+  second = _mm512_permutex2var_epi16(x, _mm512_add_epi16(even, _mm512_set1_epi16(16)), y);
+}
+
+VLLM_INLINE void interleave_rows(const bf16* a, const bf16* b, int64_t count, bf16* out) {
+  __m512i first, second;
+  interleave_rows(a, b, count, first, second);
+  _mm512_storeu_si512(out, first);
+  _mm512_storeu_si512(out + 32, second);
 }
 
 #endif

@@ -7,8 +7,8 @@
 // nor the chunk, nor the place of a key (cache or fresh) shows in the result.
 #pragma once
 
-#include "cpu/attention_pack.h"
-#include "cpu/kernels/attention.h"
+#include "cpu/attention_rows.h"
+#include "cpu/attention_values.h"
 #include "cpu/memory.h"
 
 namespace VLLM_KERNEL_NAMESPACE {
@@ -36,33 +36,6 @@ struct TileMemory {
   float* decay;
   SoftmaxState part, total;
 };
-
-// Cached keys of one KV head of a row, positions begin … end - 1.
-struct KeyRange {
-  int64_t row, kv_head, begin, end;
-};
-
-// What a unit is about.
-struct TileTask {
-  int64_t row, kv_head, first_token, tokens, group;
-  int64_t start;        // position of the row's first new token
-  int64_t first, last;  // positions of the tile
-  KeyRange upcoming;    // where the next unit begins to read; empty if not known
-};
-
-VLLM_INLINE uint64_t bit_range(int64_t begin, int64_t end) {
-  if (begin < 0) begin = 0;
-  if (end > kBlockKeys) end = kBlockKeys;
-  if (begin >= end) return 0;
-  const uint64_t below_end = end == 64 ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
-  return below_end & ~((uint64_t{1} << begin) - 1);
-}
-
-// Which keys of the block at position `base` the positions from..to see between them.
-VLLM_INLINE uint64_t visible_keys(const Visibility& v, int64_t from, int64_t to, int64_t base) {
-  const int64_t sinks = v.sink_tokens < to + 1 ? v.sink_tokens : to + 1;
-  return bit_range(v.first(from) - base, to + 1 - base) | bit_range(-base, sinks - base);
-}
 
 template <typename T>
 VLLM_INLINE TileMemory<T> tile_memory(int64_t rows, int64_t head_size) {
@@ -92,83 +65,6 @@ VLLM_INLINE TileMemory<T> tile_memory(int64_t rows, int64_t head_size) {
                            &memory.part.sum, &memory.total.top, &memory.total.sum};
   for (float** list : lists) *list = take_floats(lines);
   return memory;
-}
-
-// Bytes-wise zero row that stands for keys which nobody sees.
-alignas(64) inline constexpr char kZeroRow[256 * 4] = {};
-
-// Addresses of the K and V rows of the keys at base + i, for i < count where bit i of `live` is
-// set; kZeroRow elsewhere.
-VLLM_INLINE void find_rows(const AttentionArgs& args, const TileTask& task, int64_t base,
-                           int64_t count, uint64_t live, const char** keys, const char** values) {
-  const AttentionBatch& batch = args.batch;
-  const int32_t* offsets = batch.block_offsets + task.row * batch.max_blocks;
-  const int64_t cached = args.fresh_key.data == nullptr ? INT64_MAX : task.start;
-  int64_t block = base / batch.block_tokens, row = base % batch.block_tokens;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t position = base + i;
-    if (!(live >> i & 1)) {
-      keys[i] = values[i] = kZeroRow;
-    } else if (position < cached) {
-      keys[i] = args.key.cached(offsets[block], row, task.kv_head);
-      values[i] = args.value.cached(offsets[block], row, task.kv_head);
-    } else {
-      const int64_t token = batch.cu_query_lens[task.row] + position - task.start;
-      keys[i] = args.fresh_key.fresh(token, task.kv_head);
-      values[i] = args.fresh_value.fresh(token, task.kv_head);
-    }
-    if (++row == batch.block_tokens) {
-      row = 0;
-      ++block;
-    }
-  }
-}
-
-// Brings the K and V rows of a range of keys closer, a row at each step. The steps of a block
-// number about as many as its keys, whatever the sizes: requests for memory and arithmetic overlap.
-class RowPrefetcher {
- public:
-  VLLM_INLINE RowPrefetcher(const AttentionArgs& args, const KeyRange& range)
-      : args_(args),
-        offsets_(args.batch.block_offsets + range.row * args.batch.max_blocks),
-        kv_head_(range.kv_head),
-        position_(range.begin),
-        end_(range.end),
-        row_bytes_(args.head_size * (args.element == Element::kFloat ? 4 : 2)) {}
-
-  VLLM_INLINE void step() {
-    if (position_ >= end_) return;
-    if (left_ == 0) enter_block();
-    for (int64_t byte = 0; byte < row_bytes_; byte += 64) {
-      _mm_prefetch(key_ + byte, _MM_HINT_T1);
-      _mm_prefetch(value_ + byte, _MM_HINT_T1);
-    }
-    key_ += args_.key.token_stride;
-    value_ += args_.value.token_stride;
-    --left_;
-    ++position_;
-  }
-
- private:
-  void enter_block() {
-    const int64_t tokens = args_.batch.block_tokens;
-    const int64_t offset = offsets_[position_ / tokens], row = position_ % tokens;
-    key_ = args_.key.cached(offset, row, kv_head_);
-    value_ = args_.value.cached(offset, row, kv_head_);
-    left_ = tokens - row;
-  }
-
-  const AttentionArgs& args_;
-  const int32_t* offsets_;
-  const char *key_ = nullptr, *value_ = nullptr;
-  int64_t kv_head_, position_, end_, row_bytes_, left_ = 0;
-};
-
-// Cached keys of the block at `base` as a task sees them.
-VLLM_INLINE KeyRange block_range(const AttentionArgs& args, const TileTask& task, int64_t base) {
-  const int64_t cached = args.fresh_key.data == nullptr ? task.last + 1 : task.start;
-  const int64_t end = base + kBlockKeys < cached ? base + kBlockKeys : cached;
-  return KeyRange{task.row, task.kv_head, base, end};
 }
 
 // How scores become logits in units of log 2: x = score * factor. With a soft cap scores are shaped
@@ -268,25 +164,6 @@ VLLM_INLINE void weigh_block(const AttentionArgs& args, const TileTask& task,
   }
 }
 
-// acc := acc * decay + weights times the packed values of `count` keys.
-template <typename T>
-VLLM_INLINE void add_values(const AttentionArgs& args, const TileMemory<T>& memory, int64_t rows,
-                            int64_t count, RowPrefetcher& prefetch) {
-  const int64_t value_cols = num_blocks(args.head_size) * kBlockCols;
-  const int64_t block_size = block_elements<T>(kBlockKeys);
-  for (int64_t c = 0; c < value_cols; c += kBlockCols) {
-    float* acc = memory.part.acc + c;
-    const float* decay = memory.decay;
-    multiply_block(
-        memory.weights, kBlockKeys, rows, memory.values + c / kBlockCols * block_size, count,
-        prefetch,
-        [=](int64_t r, int v) {
-          return mul(load(acc + r * value_cols + v * kLanes), set1(decay[r]));
-        },
-        [=](int64_t r, int v, Vec x) { store(acc + r * value_cols + v * kLanes, x); });
-  }
-}
-
 // One block of keys, those in `live` (never none), for all rows of a tile. `next` is read next.
 template <typename T>
 void attend_block(const AttentionArgs& args, const TileTask& task, const TileMemory<T>& memory,
@@ -299,9 +176,9 @@ void attend_block(const AttentionArgs& args, const TileTask& task, const TileMem
   RowPrefetcher prefetch(args, next);
   score_block(args, memory, rows, key_rows, count, prefetch);
   weigh_block(args, task, memory, base, count);
-  pack_values(memory.values, block_elements<T>(kBlockKeys), value_rows, count, args.head_size,
-              prefetch);
-  add_values(args, memory, rows, count, prefetch);
+  const ValueSum<T> sum{memory.weights, memory.values, memory.part.acc, memory.decay,
+                        rows,           count,         args.head_size};
+  add_values(sum, value_rows, prefetch);
 }
 
 VLLM_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t value_cols) {

@@ -71,74 +71,66 @@ VLLM_INLINE void multiply_step(Vec (&acc)[R][kVecs], const float* x, int64_t str
   }
 }
 
-// acc[r] += a[r].lo * w.lo + a[r].hi * w.hi, where a[r] is a pair of bf16 and w a row of pairs.
+#if VLLM_ISA_AVX2
+
+VLLM_INLINE Vec low_halves(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+}
+VLLM_INLINE Vec high_halves(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+}
+// acc + pair.lo * w.lo + pair.hi * w.hi, lane by lane.
+VLLM_INLINE Vec add_pairs(Vec acc, int pair, __m256i w) {
+  const __m256i a = _mm256_set1_epi32(pair);
+  return fma(high_halves(a), high_halves(w), fma(low_halves(a), low_halves(w), acc));
+}
+VLLM_INLINE __m256i load_pairs(const bf16* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+#else
+
+// acc + pair.lo * w.lo + pair.hi * w.hi, lane by lane.
+VLLM_INLINE Vec add_pairs(Vec acc, int pair, __m512i w) {
+  const __m512i a = _mm512_set1_epi32(pair);
 #if VLLM_ISA_AVX512_BF16
-template <int R, typename Pair>
-VLLM_INLINE void multiply_pairs(Vec (&acc)[R][kVecs], const Pair& pair, const bf16* w) {
-  __m512bh b[kVecs];
-#pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) b[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const __m512bh a = (__m512bh)_mm512_set1_epi32(pair(r));
-#pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], a, b[v]);
-  }
-}
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)w);
 #else
-VLLM_INLINE void widen_pairs(const bf16* w, Vec& lo, Vec& hi) {
-#if VLLM_ISA_AVX2
-  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
-  lo = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  hi = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
-#else
-  const __m512i pairs = _mm512_loadu_si512(w);
-  lo = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  hi = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+  const __m512i high = _mm512_set1_epi32(-65536);
+  acc = fma(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+            _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), acc);
+  return fma(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+             _mm512_castsi512_ps(_mm512_and_si512(w, high)), acc);
 #endif
 }
+VLLM_INLINE __m512i load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
 
-// Both halves of a pair, as floats in every lane.
-VLLM_INLINE void spread_pair(int pair, Vec& lo, Vec& hi) {
-#if VLLM_ISA_AVX2
-  const __m256i pairs = _mm256_set1_epi32(pair);
-  lo = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  hi = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
-#else
-  const __m512i pairs = _mm512_set1_epi32(pair);
-  lo = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  hi = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
 #endif
-}
 
+// acc[r] += a[r].lo * w.lo + a[r].hi * w.hi, where a[r] is a pair of bf16 and w a row of pairs.
+// What add_pairs computes of one argument alone is shared by the compiler.
 template <int R, typename Pair>
 VLLM_INLINE void multiply_pairs(Vec (&acc)[R][kVecs], const Pair& pair, const bf16* w) {
 #if VLLM_ISA_AVX2
   // Too few registers for all columns at once.
-  Vec lo[R], hi[R];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) spread_pair(pair(r), lo[r], hi[r]);
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs; ++v) {
-    Vec w_lo, w_hi;
-    widen_pairs(w + v * kLanes * 2, w_lo, w_hi);
+    const auto b = load_pairs(w + v * kLanes * 2);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r][v] = fma(hi[r], w_hi, fma(lo[r], w_lo, acc[r][v]));
+    for (int r = 0; r < R; ++r) acc[r][v] = add_pairs(acc[r][v], pair(r), b);
   }
 #else
-  Vec w_lo[kVecs], w_hi[kVecs];
+  __m512i b[kVecs];
 #pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) widen_pairs(w + v * kLanes * 2, w_lo[v], w_hi[v]);
+  for (int v = 0; v < kVecs; ++v) b[v] = load_pairs(w + v * kLanes * 2);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    Vec lo, hi;
-    spread_pair(pair(r), lo, hi);
+    const int a = pair(r);
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = fma(hi, w_hi[v], fma(lo, w_lo[v], acc[r][v]));
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = add_pairs(acc[r][v], a, b[v]);
   }
 #endif
 }
-#endif
 
 // acc = R rows of x times one block.
 template <int R, typename Fetch>
