@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +19,9 @@ from tests.utils.fixtures_models import build_reach, make_reach_prompt
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, SamplingParams
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import ConfigError, EngineDeadError, RequestError
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import GuidedDecodingParams
 
 TWO_KINDS: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -243,3 +246,26 @@ def test_answers_equal_whatever_is_in_the_batch(tiny_models: TinyModels) -> None
             order = rng.sample(range(12), 12)
             outputs = run(llm, [prompts[i] for i in order], [params[i] for i in order])
             assert ids(outputs) == [alone[i] for i in order]
+
+
+def test_two_ranks_answer_like_one_and_a_dead_one_ends_the_engine(tiny_models: TinyModels) -> None:
+    model = tiny_models.reach("llama", num_hidden_layers=2, num_key_value_heads=2)
+    prompts = [make_reach_prompt(n, seed=n) for n in (3, 20, 70)]
+    form = GuidedDecodingParams(regex="[a-z]+")
+    params = [
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True, n=2),
+        SamplingParams(temperature=0, max_tokens=8, guided_decoding=form),
+    ]
+    with engine(model) as llm:
+        alone = ids(run(llm, prompts, params))
+    with engine(model, tensor_parallel_size=2) as llm:
+        assert ids(run(llm, prompts, params)) == alone
+        assert llm.llm_engine.stats().startup["num_ranks"] == 2
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        ranks = [int(c) for c in children if b"run_rank" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        os.kill(ranks[-1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            run(llm, [[65]], SamplingParams(max_tokens=50, ignore_eos=True))
+        with pytest.raises(EngineDeadError):
+            llm.llm_engine.check_health()
