@@ -4,8 +4,8 @@
 namespace vllm::cpu {
 
 void check_heads(const char* op, int64_t num_heads, int64_t num_kv_heads, int64_t head_size) {
-  CHECK_ARG(head_size >= 8 && head_size <= 256 && head_size % 8 == 0, op, ": head size is ",
-            head_size, ", allowed: multiples of 8 up to 256");
+  CHECK_ARG(head_size >= 8 && head_size <= kMaxHeadSize && head_size % 8 == 0, op,
+            ": head size is ", head_size, ", allowed: multiples of 8 up to ", kMaxHeadSize);
   CHECK_ARG(num_kv_heads > 0 && num_heads % num_kv_heads == 0, op, ": ", num_heads,
             " query heads cannot share ", num_kv_heads, " KV heads evenly");
 }

@@ -34,7 +34,7 @@ VLLM_INLINE uint64_t visible_keys(const Visibility& v, int64_t from, int64_t to,
 }
 
 // Stands for the row of a key which nobody sees.
-alignas(64) inline constexpr char kZeroRow[256 * 4] = {};
+alignas(64) inline constexpr char kZeroRow[kMaxHeadSize * 4] = {};
 
 // Addresses of the K and V rows of the keys at base + i, for i < count where bit i of `live` is
 // set; kZeroRow elsewhere.

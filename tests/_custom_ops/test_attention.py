@@ -124,7 +124,7 @@ def test_equals_twin(isa: str, dtype: torch.dtype, mask: dict[str, Any], fresh: 
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("head_size", [8, 32, 40, 72, 80, 96, 128, 176, 256])
+@pytest.mark.parametrize("head_size", [8, 32, 40, 72, 80, 96, 128, 176, 256, 576, 640])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 1), (4, 4)])
 def test_head_sizes(
     isa: str, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int

@@ -68,7 +68,8 @@ def _run_probe(backend: AttentionBackend, query: KernelQuery) -> Tensor:
                 field[block, position % tokens] = torch.randn(
                     query.num_kv_heads, query.head_size, generator=generator
                 ).to(field)
-    q, k, v = draw(query.num_heads), draw(query.num_kv_heads), draw(query.num_kv_heads)
+    q, k = draw(query.num_heads), draw(query.num_kv_heads)
+    v = k if query.has_one_field else draw(query.num_kv_heads)
     out = torch.full_like(q, float("nan"))
     backend.forward(out, q, k, v, cache, batch, backend.plan(batch, 0), params)
     return out.float()
@@ -79,7 +80,8 @@ def _make_batch(
 ) -> tuple[LayerCache, ForwardBatch]:
     tokens, device = query.block_tokens, query.device
     shape = (query.num_kv_heads, query.head_size)
-    fields = tuple(CacheField(name=n, shape=shape, dtype=query.kv_dtype) for n in ("k", "v"))
+    names = ("kv",) if query.has_one_field else ("k", "v")
+    fields = tuple(CacheField(name=n, shape=shape, dtype=query.kv_dtype) for n in names)
     spec = LayerCacheSpec(layer=0, fields=fields, lifetime=Full())
     group = make_group("probe", [spec], tokens)
     units = group.block_bytes // BLOCK_ALIGNMENT_BYTES + _GAP_UNITS

@@ -83,6 +83,8 @@ inline constexpr int64_t kBlockKeys = 64;
 inline constexpr int64_t kPartKeys = 512;
 inline constexpr int64_t kTileQueryRows = 96;
 
+inline constexpr int64_t kMaxHeadSize = 640;  // compressed keys of 512 + 64 elements and more
+
 VLLM_DECLARE_KERNEL(void attention(const AttentionArgs& args, const AttentionPlan& plan))
 
 }  // namespace vllm::cpu

@@ -36,6 +36,7 @@ class KernelQuery:
         chunk_tokens: length of the chunks that tokens attend within; 0 is none.
         soft_cap: c of c*tanh(x/c) on the scaled logits; 0 is none.
         block_tokens: tokens of a cache block.
+        has_one_field: whether the cache has one field, of which a row is key and value at once.
         addressing: "strided" is a view of the arena with stride(0) = 256 bytes.
         phase: what kinds of rows one call must take.
         device: "cpu" or "cuda".
@@ -56,6 +57,7 @@ class KernelQuery:
     has_sink_logits: bool = False
     chunk_tokens: int = 0
     soft_cap: float = 0.0
+    has_one_field: bool = False
     addressing: Addressing = "strided"
     phase: Phase = "mixed"
 

@@ -30,8 +30,8 @@ _RULES: dict[str, Rule] = {
         or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads"
     ),
     "head_size": lambda q: (
-        (32 <= q.head_size <= 256 and q.head_size % 8 == 0)
-        or f"head_size={q.head_size} is outside 32...256 in steps of 8"
+        (32 <= q.head_size <= 640 and q.head_size % 8 == 0)
+        or f"head_size={q.head_size} is outside 32...640 in steps of 8"
     ),
     "dtype": lambda q: q.dtype in _DTYPES,
     "kv_dtype": lambda q: (
@@ -49,6 +49,7 @@ _RULES: dict[str, Rule] = {
             "has_sink_logits",
             "chunk_tokens",
             "soft_cap",
+            "has_one_field",
             "addressing",
             "phase",
         ),
@@ -63,7 +64,7 @@ class CpuBackend(AttentionBackend):
     name: ClassVar[str] = "cpu"
 
     def supports(self, query: KernelQuery) -> str | None:
-        """Serves float32 and bfloat16, head sizes 32 to 256 in steps of 8, every mask."""
+        """Serves float32 and bfloat16, head sizes 32 to 640 in steps of 8, every mask."""
         return find_refusal(query, _RULES)
 
     def forward(
@@ -78,7 +79,7 @@ class CpuBackend(AttentionBackend):
         params: AttentionParams,
     ) -> None:
         """See `AttentionBackend.forward`."""
-        key_cache, value_cache = cache.tensors
+        key_cache, value_cache = cache.tensors[0], cache.tensors[-1]
         group = batch.groups[cache.group]
         if params.writes_cache and key_THD is not None and value_THD is not None:
             reshape_and_cache(key_THD, value_THD, key_cache, value_cache, group.slots)

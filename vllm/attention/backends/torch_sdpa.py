@@ -43,6 +43,7 @@ _RULES: dict[str, Rule] = {
             "has_sink_logits",
             "chunk_tokens",
             "soft_cap",
+            "has_one_field",
             "addressing",
             "phase",
         ),
@@ -76,7 +77,7 @@ class TorchBackend(AttentionBackend):
         params: AttentionParams,
     ) -> None:
         """See `AttentionBackend.forward`."""
-        key_cache, value_cache = cache.tensors
+        key_cache, value_cache = cache.tensors[0], cache.tensors[-1]
         group = batch.groups[cache.group]
         if params.writes_cache and key_THD is not None and value_THD is not None:
             _write_rows(key_cache, key_THD, group)
