@@ -14,6 +14,7 @@ ARCHITECTURES: dict[str, str] = {
         "AquilaForCausalLM": "llama:LlamaForCausalLM",
         "AquilaModel": "llama:LlamaForCausalLM",
         "BambaForCausalLM": "bamba:BambaForCausalLM",
+        "DeepseekV2ForCausalLM": "deepseek_v2:DeepseekV2ForCausalLM",
         "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
         "Gemma3nForCausalLM": "gemma3n:Gemma3nForCausalLM",
