@@ -120,6 +120,21 @@ def test_huge_memory_is_returned() -> None:
     assert kept.eq(7.0).all()
 
 
+def test_large_outputs_lie_in_recycled_memory() -> None:
+    first = ops.empty_output(300, 1000, torch.float32).fill_(1.0)
+    second = ops.empty_output(300, 1000, torch.float32).fill_(2.0)
+    assert first.eq(1.0).all() and second.eq(2.0).all()
+    row, address = first[7], first.data_ptr()
+    del first
+    assert ops.empty_output(300, 1000, torch.float32).data_ptr() not in (address, second.data_ptr())
+    assert row.eq(1.0).all()  # a view keeps the whole
+    del row
+    held = [ops.empty_output(300, 1000, torch.float32) for _ in range(3)]
+    assert address in {tensor.data_ptr() for tensor in held}
+    small = ops.empty_output(3, 5, torch.bfloat16)
+    assert small.shape == (3, 5) and small.is_contiguous()
+
+
 def test_bad_arguments_name_what_was_given() -> None:
     packed = ops.pack_linear_weight(torch.ones(40, 6))
     x, out = torch.ones(3, 6), torch.empty(3, 40)

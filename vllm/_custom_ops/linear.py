@@ -17,6 +17,9 @@ from vllm._custom_ops.library import C
 BLOCK_COLUMNS = 32
 """Rows of W (columns of the product) that one packed block holds."""
 
+LARGE_OUTPUT_BYTES = 1 << 20
+"""From here on results lie in recycled memory."""
+
 
 def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the shape of a packed [n, k] weight.
@@ -40,6 +43,18 @@ def empty_packed(n: int, k: int, dtype: torch.dtype, *, count: int | None = None
     if count is not None:
         shape = (count, *shape)
     return C.empty_huge(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def empty_output(num_rows: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Return uninitialised memory for the results of `linear`, [num_rows, n].
+
+    Large ones (logits) come from memory that earlier ones have left: fresh pages for every step
+    would cost more than filling them.
+    """
+    num_bytes = num_rows * n * dtype.itemsize
+    if num_bytes < LARGE_OUTPUT_BYTES:
+        return torch.empty(num_rows, n, dtype=dtype)
+    return C.empty_recycled(num_bytes).view(dtype).view(num_rows, n)
 
 
 def pack_linear_weight(weight_NK: Tensor, out: Tensor | None = None) -> Tensor:

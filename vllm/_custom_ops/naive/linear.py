@@ -24,6 +24,11 @@ def empty_packed(n: int, k: int, dtype: torch.dtype, *, count: int | None = None
     return torch.empty(shape if count is None else (count, *shape), dtype=dtype)
 
 
+def empty_output(num_rows: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for the results of `linear`."""
+    return torch.empty(num_rows, n, dtype=dtype)
+
+
 def pack_linear_weight(weight_NK: Tensor, out: Tensor | None = None) -> Tensor:
     """Pad to whole blocks (and pairs of k), then put k before the columns of a block."""
     n, k = weight_NK.shape

@@ -86,7 +86,7 @@ class Linear(PackedModule):
         if self.packed is None:
             assert self.weight is not None
             return F.linear(x_TK, self.weight, bias).to(dtype)
-        out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size, dtype=dtype)
+        out_TN = linear_ops.empty_output(x_TK.shape[0], self.output_size, dtype)
         linear_ops.linear(out_TN, x_TK, self.packed, bias)
         return out_TN
 
