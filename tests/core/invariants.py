@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from tests.core.builders import Harness
 from vllm.core.block.arena import SuperblockArena
@@ -50,17 +51,23 @@ def check_arena(arena: SuperblockArena) -> None:
     assert [arena.num_held_blocks(g) for g in range(num_groups)] == held_blocks
 
 
-def check_references(cache: CacheManager, sequences: list[Sequence]) -> None:
-    """A block has as many references as tables (and copy-on-write sources) name it."""
+def check_references(
+    cache: CacheManager, sequences: list[Sequence], others: Iterable[tuple[int, int]] = ()
+) -> None:
+    """A block has as many references as tables (and copy-on-write sources) name it.
+
+    Beside them only `others` and pins, each a (group, block) pair.
+    """
+    others = list(others) + cache._store._pinned
     for group in range(len(cache.arena.blocks_per_superblock)):
-        expected: Counter[int] = Counter()
+        expected = Counter(block for g, block in others if g == group)
         for sequence in sequences:
             if sequence.cache.tables:
                 expected.update(b for b in sequence.cache.tables[group] if b != NO_BLOCK)
             if sequence.cache.copy_sources:
                 expected.update(b for b in sequence.cache.copy_sources[group] if b != NO_BLOCK)
         actual = {b: c for b, c in enumerate(cache.arena._refs[group]) if c}
-        assert actual == dict(expected)
+        assert actual == dict(expected), f"group {group}: {actual} is not {dict(expected)}"
 
 
 def check_index(cache: CacheManager) -> None:
@@ -91,21 +98,34 @@ def check_index(cache: CacheManager) -> None:
 
 
 def check_need(harness: Harness, running: list[Sequence]) -> None:
-    """Rows of the newest plan hold what the one function of need says, and no more."""
+    """Rows of the newest plan hold what the one function of need says, and no more.
+
+    Beyond it only rows that they need not have stored, or not yet given back.
+    """
     by_id = {s.seq_id: s for s in running}
     for row in harness.plans[-1].rows if harness.plans else ():
         sequence = by_id.get(row.seq_id)
         if sequence is None:
             continue
         n, q = row.num_computed_tokens, row.num_new_tokens
-        for manager, table in zip(harness.cache._managers, sequence.cache.tables, strict=True):
+        for manager, table, num_dead in zip(
+            harness.cache._managers, sequence.cache.tables, sequence.cache.num_dead, strict=True
+        ):
             held = sum(block != NO_BLOCK for block in table)
-            assert held == manager.need(n, q), (n, q, table, manager.group.lifetime)
+            alive = len(table) - max(0, num_dead - manager.first_mortal_entry)
+            need = manager.need(n, q)
+            assert need <= held <= max(need, alive), (n, q, table, manager.group.lifetime)
+            assert not manager.needs_whole_prefix or held == need
             assert len(table) == manager.num_entries(n + q)
 
 
-def check_scheduler(harness: Harness, ended: list[Sequence]) -> None:
-    """Seats, ranks and blocks; `ended` are over-runs whose blocks are still out."""
+def check_scheduler(
+    harness: Harness, ended: list[Sequence], others: Iterable[tuple[int, int]] = ()
+) -> None:
+    """Seats, ranks and blocks; `ended` are over-runs whose blocks are still out.
+
+    `others` are (group, block) pairs of references beside those of tables.
+    """
     roster = harness.scheduler._roster
     sequences = [s for state in roster.requests.values() for s in state.sequences]
     ranks = [s.rank for s in roster.running]
@@ -120,6 +140,6 @@ def check_scheduler(harness: Harness, ended: list[Sequence]) -> None:
     draining = [s for s in sequences if s.status is SequenceStatus.DRAINING]
     assert roster.num_releasing == len(draining) + len(ended)
     check_need(harness, running)
-    check_references(harness.cache, [*sequences, *ended])
+    check_references(harness.cache, [*sequences, *ended], others)
     check_arena(harness.cache.arena)
     check_index(harness.cache)

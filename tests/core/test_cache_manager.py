@@ -34,6 +34,7 @@ def enter(
     sequence = SequenceCache(salt=salt)
     hit = cache.match(sequence, tokens, len(tokens) - 1)
     admission = cache.plan_admission(
+        sequence,
         hit,
         len(tokens) - hit.num_tokens,
         goal_tokens=len(tokens),
@@ -139,14 +140,14 @@ def test_victims_are_none_too_many_when_only_one_completes_a_superblock():
 def test_superblocks_that_change_owner_are_named_for_zeroing():
     cache = make_cache(4, per=(2, 2), block_tokens=(4, 8))
     first = enter(cache, list(range(16)))
-    assert cache.finish_step() == []
+    assert cache.finish_step([]) == []
     former = {block // 2 for block in first.tables[0]}
     cache.free(first)
     cache.reset_prefix_cache()
     owned = {cache.arena.allocate(1) // 2 for _ in range(7)}
     assert len(owned) == 4
-    assert set(cache.finish_step()) == former
-    assert cache.finish_step() == []
+    assert set(cache.finish_step([])) == former
+    assert cache.finish_step([]) == []
 
 
 def test_fork_copies_once_for_every_branch_but_the_last_holder():
@@ -159,7 +160,7 @@ def test_fork_copies_once_for_every_branch_but_the_last_holder():
     cache.free(parent)
     for child in children:
         cache.extend(child, 10, 1, copies)
-        cache.finish_step()
+        cache.finish_step([])
     # The first copies, the second is the last to hold the block and takes it over.
     assert [copy.source for copy in copies] == [shared[2]]
     assert children[0].tables[0][2] == copies[0].target
@@ -200,7 +201,7 @@ def test_partial_last_grain_is_not_shared_between_histories():
     cache.extend(parent, 13, 3, [])
     cache.publish(parent, [*tokens, 1, 2, 3], 16)
     cache.publish(child, [*tokens, 4, 5, 6], 16)
-    cache.finish_step()
+    cache.finish_step([])
     for tail in ([1, 2, 3], [4, 5, 6]):
         assert cache.match(SequenceCache(), [*tokens, *tail, 0], 16).num_tokens == 16
 
@@ -233,7 +234,7 @@ def test_same_content_computed_twice_stays_reachable():
     a, b = SequenceCache(), SequenceCache()
     for sequence in (a, b):
         admission = cache.plan_admission(
-            cache.match(sequence, tokens, 7), 8, goal_tokens=8, max_chunk=8, reserve=[0]
+            sequence, cache.match(sequence, tokens, 7), 8, goal_tokens=8, max_chunk=8, reserve=[0]
         )
         cache.commit_admission(sequence, admission)
     cache.publish(a, tokens, 8)
@@ -262,5 +263,5 @@ def test_the_source_of_a_copy_is_nobody_elses_until_the_step_is_planned():
     other = enter(cache, list(range(50, 58)))
     assert source not in other.tables[0]
     assert cache.extend(other, 8, 1, []) is None
-    cache.finish_step()
+    cache.finish_step([])
     assert cache.extend(other, 8, 1, []) == ([source],)

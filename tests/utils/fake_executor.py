@@ -1,9 +1,10 @@
 """A worker without a model, for tests of the scheduler.
 
 It keeps a simulated KV cache: every (group, block, row) holds the position and token that were
-written there. The next token of a row is a hash of all tokens that its block table lets it see, so
-a wrong table, a missing copy, a premature free or a missing zeroing shows up as a wrong token or a
-failed check. Runs every plan at once and in order, as a device stream would.
+written there, every block of a state its position and a running hash of all tokens before it. The
+next token of a row is a hash of all tokens that its block table lets it see, so a wrong table, a
+missing copy, a premature free or a missing zeroing shows up as a wrong token or a failed check.
+Runs every plan at once and in order, as a device stream would.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm.cache_spec import CacheLayout, KVCacheGroup, Window
+from vllm.cache_spec import CacheLayout, Chunk, KVCacheGroup, State, Window
 from vllm.step import NewRow, RowOutput, RowSampling, StepOutput, StepPlan, TokenLogprobs
 
 VOCAB = 50
@@ -25,6 +26,16 @@ def next_token(history: Sequence[int], branch: int, seed: int) -> int:
     digest = hashlib.blake2b(array("i", history).tobytes(), digest_size=8, salt=b"model")
     digest.update(f"{branch}/{seed}".encode())
     return int.from_bytes(digest.digest(), "little") % VOCAB
+
+
+def hash_state(history: Sequence[int]) -> int:
+    """Return the state that `history` leads to: a function of all of it."""
+    digest = hashlib.blake2b(array("i", history).tobytes(), digest_size=8, salt=b"state")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _is_state(group: KVCacheGroup) -> bool:
+    return isinstance(group.lifetime, State)
 
 
 def generate(
@@ -76,6 +87,7 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         self._cells: list[dict[int, dict[int, tuple[int, int]]]] = [{} for _ in self.groups]
         self._writer: dict[int, int] = {}
+        self._states = [g for g, group in enumerate(self.groups) if _is_state(group)]
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Carry out a plan in the order that StepPlan promises."""
@@ -91,12 +103,7 @@ class FakeExecutor:
             )  # fmt: skip
         assert len(self.rows) <= self.max_rows, "more rows than seats"
         assert plan.num_tokens <= self.max_tokens, "token budget exceeded"
-        copies = [
-            (copy, dict(self._cells[copy.group].get(copy.source, {}))) for copy in plan.copies
-        ]
-        for copy, content in copies:
-            self._claim(copy.group, copy.target)
-            self._cells[copy.group][copy.target] = content
+        self._copy(plan)
         ones = [row.num_new_tokens == 1 for row in plan.rows]
         assert ones == sorted(ones, reverse=True), "rows with one token come first"
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows), "a row is planned twice"
@@ -107,11 +114,42 @@ class FakeExecutor:
             for table, fresh in zip(row.tables, planned.new_block_ids, strict=True):
                 table.extend(fresh)
             self._write(row, planned.num_new_tokens)
+            self._advance_states(row, planned.num_new_tokens)
+        working = [(g, self.rows[r.seq_id].tables[g][0]) for r in plan.rows for g in self._states]
+        assert len(set(working)) == len(working), "two rows work on one state"
         # Reads come after all writes: a block given to two rows in one step shows up.
         outputs = [
             self._read(self.rows[r.seq_id], r.num_new_tokens, r.num_samples) for r in plan.rows
         ]
         return StepOutput(step=plan.step, rows=outputs)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Run the copies at once, as a parallel kernel may."""
+        sources = {(copy.group, copy.source) for copy in plan.copies}
+        targets = [(copy.group, copy.target) for copy in plan.copies]
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        assert sources.isdisjoint(targets), "a block is source and target in one step"
+        copies = [
+            (copy, dict(self._cells[copy.group].get(copy.source, {}))) for copy in plan.copies
+        ]
+        for copy, content in copies:
+            self._claim(copy.group, copy.target)
+            self._cells[copy.group][copy.target] = content
+
+    def _advance_states(self, row: _Row, num_new: int) -> None:
+        """Let the states of a row consume the step's tokens; they must be where the row is."""
+        start, end = row.num_computed, row.num_computed + num_new
+        for group in self._states:
+            table = row.tables[group]
+            assert len(table) == 1, "one working block for each sequence"
+            self._claim(group, table[0])
+            if start:
+                state = self._cells[group].get(table[0], {}).get(0)
+                expected = (start, hash_state(row.token_ids[:start]))
+                assert state == expected, (
+                    f"the state of group {group} is at {state}, not {expected}"
+                )
+            self._cells[group][table[0]] = {0: (end, hash_state(row.token_ids[:end]))}
 
     def _zero(self, superblock: int) -> None:
         for group, layout in enumerate(self.layout.groups):
@@ -130,6 +168,8 @@ class FakeExecutor:
         for group, layout in enumerate(self.layout.groups):
             size = layout.block_tokens
             table = row.tables[group]
+            if group in self._states:
+                continue
             for position in range(row.num_computed, row.num_computed + num_new):
                 block = table[position // size]
                 if block < 0:
@@ -154,12 +194,16 @@ class FakeExecutor:
     def _read_positions(self, group: int, start: int, end: int) -> Iterable[int]:
         """Positions that a step from `start` to `end` reads from the cache of a group.
 
-        Windows take the step's own tokens from the fresh keys and values.
+        Windows and chunks take the step's own tokens from the fresh keys and values.
         """
         lifetime = self.groups[group].lifetime
         if isinstance(lifetime, Window):
             first = max(0, start - lifetime.tokens + 1)
             return (*range(min(lifetime.sinks, start)), *range(first, start))
+        if isinstance(lifetime, Chunk):
+            return range(start // lifetime.tokens * lifetime.tokens, start)
+        if isinstance(lifetime, State):
+            return ()
         return range(end)
 
     def _read(self, row: _Row, num_new: int, num_samples: int) -> RowOutput:

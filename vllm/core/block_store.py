@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.core.block.arena import ArenaShadow, SuperblockArena
 from vllm.core.eviction import choose_victims
-from vllm.core.prefix_index import PrefixEntry, PrefixIndex
+from vllm.core.prefix_index import ChainKey, PrefixEntry, PrefixIndex
 
 
 class BlockStore:
@@ -68,6 +68,20 @@ class BlockStore:
         for block in entry.block_ids:
             if self.arena.ref_count(entry.group, block) == 0:
                 self.arena.reclaim(entry.group, block)
+
+    def register(
+        self, chain: Sequence[ChainKey], number: int, group: int, table: tuple[int, ...]
+    ) -> bool:
+        """Offer held blocks to the index as a group's content of grain `number` of a chain.
+
+        Returns:
+            False if the index has as much of it in these or other blocks.
+        """
+        assert self.index is not None, "only with an index is anything offered"
+        covered = self.index.displace(chain, number, group, table)
+        if covered is not None:
+            self.free_entry(covered)
+        return self.index.register(chain, number, group, table)
 
     def must_copy(self, group: int, block: int) -> bool:
         """Whether a held block has another use and so must not be written over."""

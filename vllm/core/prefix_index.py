@@ -42,19 +42,36 @@ class PrefixNode:
 
 
 class PrefixEntry:
-    """The blocks of one group for one grain.
+    """What one group has stored of one grain.
 
     Attributes:
+        table: block ids by position inside the grain; NO_BLOCK where nothing is stored.
+        block_ids: those that are stored.
         num_held: how many of its blocks some sequence holds; 0 makes the entry evictable.
+        num_hits: sequences that have resumed from it.
     """
 
-    __slots__ = ("block_ids", "group", "node", "num_held")
+    __slots__ = ("block_ids", "group", "node", "num_held", "num_hits", "table")
 
-    def __init__(self, node: PrefixNode, group: int, block_ids: tuple[int, ...]) -> None:
+    def __init__(self, node: PrefixNode, group: int, table: tuple[int, ...]) -> None:
         self.node = node
         self.group = group
-        self.block_ids = block_ids
-        self.num_held = len(block_ids)
+        self.table = table
+        self.block_ids = (
+            tuple(block for block in table if block != NO_BLOCK) if NO_BLOCK in table else table
+        )
+        self.num_held = len(self.block_ids)
+        self.num_hits = 0
+
+    @property
+    def num_leading(self) -> int:
+        """Entries stored from the beginning of the grain on."""
+        return self.table.index(NO_BLOCK) if NO_BLOCK in self.table else len(self.table)
+
+    @property
+    def num_trailing(self) -> int:
+        """Entries stored up to the end of the grain."""
+        return self.table[::-1].index(NO_BLOCK) if NO_BLOCK in self.table else len(self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +93,27 @@ NO_HIT = PrefixHit()
 def resumed_tables(
     managers: Sequence[BlockManager], hit: PrefixHit, grain_tokens: int
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Return the block tables that a hit gives, and the (group, block) pairs in them."""
+    """Return the block tables that a hit gives, and the (group, block) pairs it needs.
+
+    Those are the blocks in the tables, and the copies that groups with one block for a whole
+    sequence resume from; the tables of such groups stay empty.
+    """
     tables: list[list[int]] = [[] for _ in managers]
     shared: list[tuple[int, int]] = []
     if not hit.num_tokens:
         return tables, shared
     for group, manager in enumerate(managers):
+        if not manager.is_positional:
+            last = hit.nodes[-1]
+            entry = last.entries[group] if last else None
+            assert entry is not None, "a hit is where every group can resume"
+            shared.append((group, entry.block_ids[0]))
+            continue
         table = tables[group]
         per_grain = grain_tokens // manager.block_tokens
         for node in hit.nodes:
             entry = node.entries[group] if node else None
-            table.extend(entry.block_ids if entry else [NO_BLOCK] * per_grain)
+            table.extend(entry.table if entry else [NO_BLOCK] * per_grain)
         first = manager.first_resumed_entry(hit.num_tokens)
         for position in range(manager.first_mortal_entry, first):
             table[position] = NO_BLOCK
@@ -165,11 +192,15 @@ class PrefixIndex:
             if whole and (node is None or any(node.entries[g] is None for g in whole)):
                 break
             end = (index + 1) * grain
-            for group in range(num_groups):
-                if node is None or node.entries[group] is None:
+            for group, manager in enumerate(self._managers):
+                entry = node.entries[group] if node is not None else None
+                if entry is None:
                     starts[group] = end
-                elif head_runs[group] == end - grain:
-                    head_runs[group] = end
+                    continue
+                if head_runs[group] == end - grain:
+                    head_runs[group] += min(grain, entry.num_leading * manager.block_tokens)
+                if len(entry.block_ids) < len(entry.table):
+                    starts[group] = end - entry.num_trailing * manager.block_tokens
             nodes.append(node)
             run_starts.append(tuple(starts))
         for index in range(len(nodes) - 1, -1, -1):
@@ -188,9 +219,15 @@ class PrefixIndex:
         return self._managers[group].needs_whole_prefix
 
     def register(
-        self, chain: Sequence[ChainKey], number: int, group: int, block_ids: tuple[int, ...]
+        self, chain: Sequence[ChainKey], number: int, group: int, table: tuple[int, ...]
     ) -> bool:
         """Record held blocks as a group's content of grain `number` of a chain.
+
+        Args:
+            chain: keys of the history, at least up to the grain.
+            number: of the grain.
+            group: whose content it is.
+            table: block ids by position inside the grain, at least one of them stored.
 
         Returns:
             False if the group already has content there, in these or other blocks.
@@ -203,15 +240,46 @@ class PrefixIndex:
         if node is None:
             node = PrefixNode(digest, parent, tokens, len(self._managers))
             self._nodes[digest] = node
-        entry = node.entries[group] = PrefixEntry(node, group, block_ids)
+        entry = node.entries[group] = PrefixEntry(node, group, table)
         entry_of = self._entry_of[group]
-        for block in block_ids:
+        for block in entry.block_ids:
             entry_of[block] = entry
         return True
+
+    def displace(
+        self, chain: Sequence[ChainKey], number: int, group: int, table: tuple[int, ...]
+    ) -> PrefixEntry | None:
+        """Forget what a group has of a grain if `table` has all of that and more.
+
+        Returns:
+            The forgotten entry; the caller frees its blocks that nobody holds.
+        """
+        node = self._nodes.get(chain[number][0])
+        entry = node.entries[group] if node is not None else None
+        if entry is None or len(entry.block_ids) == len(entry.table):
+            return None
+        pairs = zip(entry.table, table, strict=True)
+        stored = sum(block != NO_BLOCK for block in table)
+        if stored <= len(entry.block_ids) or any(
+            old != NO_BLOCK and new == NO_BLOCK for old, new in pairs
+        ):
+            return None
+        self._evictable.pop(entry, None)
+        self._forget(entry)
+        return entry
+
+    def entry_at(self, digest: bytes, group: int) -> PrefixEntry | None:
+        """Return what a group has stored of a grain."""
+        node = self._nodes.get(digest)
+        return node.entries[group] if node is not None else None
 
     def has_entry(self, group: int, block: int) -> bool:
         """Whether the content of a block is known, and so must not be written over."""
         return block in self._entry_of[group]
+
+    def note_hit(self, group: int, block: int) -> None:
+        """A sequence has resumed from a cached block."""
+        self._entry_of[group][block].num_hits += 1
 
     def note_held(self, group: int, block: int) -> None:
         """A cached block got its first reference: its entry cannot be evicted."""

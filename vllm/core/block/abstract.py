@@ -22,9 +22,13 @@ class BlockManager(ABC):
         is_append_only: rows once written never change, so that a branch may share its parent's
             blocks at any later time. A group for which this is False is recomputed by branches.
         needs_whole_prefix: no position can be resumed behind a gap in the cached blocks.
+        is_positional: entries are blocks of tokens by position. Where this is False a sequence has
+            one block for all of it, written in every step, and what is cached of a grain is a copy
+            made at the grain's end.
     """
 
     is_append_only = True
+    is_positional = True
     needs_whole_prefix = False
 
     def __init__(self, group: KVCacheGroup) -> None:
@@ -85,6 +89,10 @@ class BlockManager(ABC):
         skip_start = max(skip_start, first_mortal + dead, self.num_entries(num_computed))
         skipped = max(0, min(entries, skip_end) - skip_start)
         return entries - dead - skipped
+
+    def growth_entries(self, num_tokens: int) -> int:
+        """Return blocks enough for `num_tokens` more tokens, of whichever running sequences."""
+        return self.num_entries(num_tokens)
 
     def peak_need(self, max_len: int, max_chunk: int) -> int:
         """Return the most blocks a sequence holds on its way to `max_len` tokens in any chunks."""
