@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm.cache_spec import Chunk, Full, KVCacheGroup, Window
+from vllm.cache_spec import Chunk, Full, KVCacheGroup, State, Window
 from vllm.core.block.abstract import BlockManager
 from vllm.core.block.chunked import ChunkBlockManager
 from vllm.core.block.paged import PagedBlockManager
+from vllm.core.block.state import StateBlockManager
 from vllm.core.block.window import WindowBlockManager
 from vllm.errors import ConfigError
 
@@ -18,6 +19,7 @@ BLOCK_MANAGERS: dict[type, type[BlockManager]] = {
     Full: PagedBlockManager,
     Window: WindowBlockManager,
     Chunk: ChunkBlockManager,
+    State: StateBlockManager,
 }
 
 
