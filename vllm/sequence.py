@@ -109,6 +109,23 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
+class CheckpointTrail:
+    """Checkpoints of a sequence; changed by `core/checkpoint.py` only.
+
+    Attributes:
+        marks: positions among its known tokens that deserve a checkpoint, ascending.
+        unlisted: (position, blocks) of copies planned that are not in the prefix index yet.
+        newest: the last one made while it generated, which the next replaces.
+        kept_until: position up to which rows are kept, though dead, until they are published.
+    """
+
+    marks: tuple[int, ...] = ()
+    unlisted: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    newest: tuple[int, tuple[int, ...]] | None = None
+    kept_until: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
 class SequenceCache:
     """What a sequence holds in the KV cache; changed by the cache manager only.
 
@@ -124,6 +141,7 @@ class SequenceCache:
         num_published_tokens: tokens whose blocks have been offered to the prefix index.
         chain: (digest, token bytes) of each full grain of the token history, as far as computed.
         duplicates: grains whose content the index already had in another sequence's blocks.
+        trail: its checkpoints.
     """
 
     salt: str = ""
@@ -135,6 +153,7 @@ class SequenceCache:
     num_published_tokens: int = 0
     chain: list[tuple[bytes, bytes]] = field(default_factory=list)
     duplicates: list[int] = field(default_factory=list)
+    trail: CheckpointTrail = field(default_factory=CheckpointTrail)
 
 
 class RequestState:

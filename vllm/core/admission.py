@@ -175,8 +175,9 @@ class Doorkeeper:
             num_rows = len(roster.running) + sequence.state.num_seats
             reserve = cache.growth_blocks(steps * num_rows)
         return cache.plan_admission(
+            sequence.cache,
             hit,
-            num_new,
+            cache.cut_chunk(sequence.cache, hit.num_tokens, num_new),
             goal_tokens=goal,
             max_chunk=self._config.max_num_batched_tokens,
             reserve=reserve,

@@ -14,6 +14,7 @@ from vllm.cache_spec import CacheLayout, Full, KVCacheGroup
 from vllm.core.block.arena import SuperblockArena
 from vllm.core.block.table import make_block_managers
 from vllm.core.block_store import BlockStore
+from vllm.core.checkpoint import CheckpointKeeper, Wish
 from vllm.core.need import count_fresh, count_superblocks, peak_blocks
 from vllm.core.placement import Admission, AdmissionDemand, plan_admission
 from vllm.core.prefix_index import (
@@ -57,7 +58,7 @@ class CacheManager:
         self.arena = SuperblockArena(
             [group.blocks_per_superblock for group in layout.groups], layout.num_superblocks
         )
-        grain = math.lcm(*(manager.block_tokens for manager in self._managers))
+        grain = math.lcm(*(m.block_tokens for m in self._managers if m.is_positional))
         if not all(isinstance(group.lifetime, Full) for group in groups):
             grain = math.lcm(grain, grain_tokens)
         self._index = (
@@ -66,6 +67,7 @@ class CacheManager:
             else None
         )
         self._store = BlockStore(self.arena, self._index)
+        self._checkpoints = CheckpointKeeper(self._managers, self._store, grain)
         self.grain_tokens = grain
         self._generation = 0
         self.no_blocks: NewBlocks = tuple([] for _ in groups)
@@ -101,6 +103,7 @@ class CacheManager:
         """Return the longest cached prefix of at most `max_tokens`; changes nothing."""
         if self._index is None:
             return NO_HIT
+        self._checkpoints.mark_prompt(cache, token_ids, max_tokens)
         nodes = self._index.match(cache.chain, token_ids, max_tokens, cache.salt)
         if not nodes:
             return NO_HIT
@@ -113,12 +116,17 @@ class CacheManager:
         self.num_query_tokens += num_tokens
         self.num_hit_tokens += hit.num_tokens
 
+    def cut_chunk(self, cache: SequenceCache, num_computed: int, num_new: int) -> int:
+        """Return how many of `num_new` tokens to compute in one step, for a checkpoint's sake."""
+        return self._checkpoints.cut(cache, num_computed, num_new)
+
     def growth_blocks(self, num_tokens: int) -> list[int]:
         """Return, for each group, blocks enough for `num_tokens` more tokens in all."""
-        return [manager.num_entries(num_tokens) for manager in self._managers]
+        return [manager.growth_entries(num_tokens) for manager in self._managers]
 
     def plan_admission(
         self,
+        cache: SequenceCache,
         hit: PrefixHit,
         num_new: int,
         *,
@@ -133,6 +141,7 @@ class CacheManager:
             goal_tokens=goal_tokens,
             max_chunk=max_chunk,
             reserve=reserve,
+            wish=self._checkpoints.make_first_wish(cache, hit.num_tokens, num_new),
         )
         return plan_admission(self._managers, self.arena, self._index, demand)
 
@@ -154,7 +163,8 @@ class CacheManager:
         ]
         cache.num_published_tokens = num_computed
         cache.generation = self._generation if may_publish else NO_GENERATION
-        self._grow(cache, num_computed, admission.num_new)
+        self._grow(cache, num_computed, admission.num_new, admission.wish)
+        self._checkpoints.note_entry(cache, admission.shared)
 
     def extend(
         self, cache: SequenceCache, num_computed: int, num_new: int, copies: list[BlockCopy]
@@ -175,13 +185,18 @@ class CacheManager:
             needs[group] -= sum(
                 block == NO_BLOCK or not self._store.must_copy(group, block) for block in sources
             )
-        victims = self._store.find_room(needs)
+        wish = self._checkpoints.make_wish(cache, num_computed, num_new)
+        if wish is not None:
+            victims = self._store.find_room(wish.add_to(needs))
+            wish = None if victims is None else wish
+        if wish is None:
+            victims = self._store.find_room(needs)
         if victims is None:
             return None
         self._store.evict(victims)
         if cache.copy_sources:
             self._take_sources(cache, copies)
-        self._grow(cache, num_computed, num_new)
+        self._grow(cache, num_computed, num_new, wish)
         return tuple(table[old:] for table, old in zip(cache.tables, lens, strict=True))
 
     def publish(self, cache: SequenceCache, token_ids: Sequence[int], num_tokens: int) -> None:
@@ -192,6 +207,7 @@ class CacheManager:
         grain = self.grain_tokens
         first, last = cache.num_published_tokens // grain, num_tokens // grain
         index.extend_chain(cache.chain, token_ids, last, cache.salt)
+        self._checkpoints.note_published(cache)
         self._republish(cache)
         for number in range(first, last):
             if not self._register(cache, number):
@@ -205,12 +221,19 @@ class CacheManager:
         first grows, so that no block ever belongs to two grains. None if some group cannot be
         shared; the branch then starts without a cache.
         """
-        if not all(manager.is_append_only for manager in self._managers):
+        if not all(m.is_append_only or not m.is_positional for m in self._managers):
+            return None
+        states = self._checkpoints.fork_states(cache)
+        if states is None:
             return None
         num_shared = num_tokens // self.grain_tokens * self.grain_tokens
         tables: list[list[int]] = []
         sources: list[list[int]] = []
         for group, manager in enumerate(self._managers):
+            if not manager.is_positional:
+                tables.append([states[group]])
+                sources.append([])
+                continue
             first, last = manager.num_entries(num_shared), manager.num_entries(num_tokens)
             table = cache.tables[group][:last]
             for position in range(manager.first_mortal_entry, manager.num_dead_entries(num_tokens)):
@@ -234,8 +257,17 @@ class CacheManager:
             ],
         )
 
-    def free(self, cache: SequenceCache) -> None:
-        """Give back everything a sequence holds, its end first; its chain of keys stays."""
+    def free(
+        self, cache: SequenceCache, token_ids: Sequence[int] = (), num_tokens: int = 0
+    ) -> None:
+        """Give back everything a sequence holds, its end first; its chain of keys stays.
+
+        Args:
+            cache: of the sequence.
+            token_ids: tokens known of it.
+            num_tokens: tokens that it has computed.
+        """
+        self._checkpoints.leave(cache, token_ids, num_tokens)
         self._republish(cache)
         for group, sources in enumerate(cache.copy_sources):
             for block in sources:
@@ -264,34 +296,45 @@ class CacheManager:
         cache.stable_tokens = 0
         cache.num_published_tokens = 0
 
-    def finish_step(self) -> list[int]:
-        """End the planning of a step; return the superblocks that must be zeroed before it runs."""
+    def finish_step(self, copies: list[BlockCopy]) -> list[int]:
+        """End the planning of a step; return the superblocks that must be zeroed before it runs.
+
+        Copies that no `extend` has added so far are added to `copies`.
+        """
+        self._checkpoints.finish_step(copies)
         self._store.unpin()
         return self.arena.take_changed_owner()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what running sequences hold stays theirs, uncached."""
         self._generation += 1
+        self._checkpoints.generation = self._generation
         if self._index is not None:
             for entry in self._index.clear():
                 self._store.free_entry(entry)
 
-    def _grow(self, cache: SequenceCache, num_computed: int, num_new: int) -> None:
+    def _grow(
+        self, cache: SequenceCache, num_computed: int, num_new: int, wish: Wish | None
+    ) -> None:
         """Append the entries of a step to every table; there is room."""
         total = num_computed + num_new
         stable = []
         for group, manager in enumerate(self._managers):
             table = cache.tables[group]
             skip_start, skip_end = manager.skipped_entries(num_computed, num_new)
+            kept = wish.kept[group] if wish is not None else ()
             for position in range(len(table), manager.num_entries(total)):
-                if skip_start <= position < skip_end:
+                if skip_start <= position < skip_end and position not in kept:
                     table.append(NO_BLOCK)
                 else:
                     table.append(self.arena.allocate(group))
             stable.append(manager.stable_tokens(num_computed, num_new))
+        stable.append(self._checkpoints.finish_growth(cache, total, wish))
         cache.stable_tokens = min(stable)
 
     def _give_back_dead(self, cache: SequenceCache, num_computed: int) -> None:
+        if self._checkpoints.must_keep(cache):
+            return
         for group, manager in enumerate(self._managers):
             table = cache.tables[group]
             end = min(manager.num_dead_entries(num_computed), len(table))
@@ -315,13 +358,13 @@ class CacheManager:
 
     def _register(self, cache: SequenceCache, number: int) -> bool:
         """Offer one grain; False if the index has the content in other blocks for some group."""
-        assert self._index is not None, "only published grains are registered"
         is_new = True
         for group, manager in enumerate(self._managers):
-            per_grain = self.grain_tokens // manager.block_tokens
-            blocks = tuple(cache.tables[group][number * per_grain : (number + 1) * per_grain])
-            if NO_BLOCK not in blocks:
-                is_new &= self._index.register(cache.chain, number, group, blocks)
+            if manager.is_positional:
+                per_grain = self.grain_tokens // manager.block_tokens
+                table = tuple(cache.tables[group][number * per_grain : (number + 1) * per_grain])
+                if table.count(NO_BLOCK) < per_grain:
+                    is_new &= self._store.register(cache.chain, number, group, table)
         return is_new
 
     def _republish(self, cache: SequenceCache) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from vllm.core.block.abstract import BlockManager
 from vllm.core.block.arena import ArenaShadow, SuperblockArena
+from vllm.core.checkpoint import Wish
 from vllm.core.eviction import choose_victims
 from vllm.core.need import count_fresh, peak_blocks
 from vllm.core.prefix_index import PrefixEntry, PrefixHit, PrefixIndex, resumed_tables
@@ -26,6 +27,7 @@ class AdmissionDemand:
         goal_tokens: length up to which it must find room, now or by evicting.
         max_chunk: most tokens of it in one step.
         reserve: for each group, blocks that must stay obtainable beside it for others.
+        wish: blocks beyond its need for which it does not wait.
     """
 
     hit: PrefixHit
@@ -33,6 +35,7 @@ class AdmissionDemand:
     goal_tokens: int
     max_chunk: int
     reserve: Sequence[int]
+    wish: Wish | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class Admission:
         tables: block tables of the hit.
         shared: (group, block) pairs in them.
         victims: cached entries to be evicted.
+        wish: that of the demand, if there is room for it as well.
     """
 
     num_computed: int
@@ -52,6 +56,7 @@ class Admission:
     tables: list[list[int]]
     shared: list[tuple[int, int]]
     victims: list[PrefixEntry]
+    wish: Wish | None = None
 
 
 def plan_admission(
@@ -69,16 +74,19 @@ def plan_admission(
         max(0, goal - sum(block != NO_BLOCK for block in table)) + extra
         for goal, table, extra in zip(goals, tables, demand.reserve, strict=True)
     ]
-    shadow = ArenaShadow(arena)
-    for group, block in shared:
-        if arena.ref_count(group, block) == 0:
-            shadow.hold(group, block)
+    shadow = _hold_shared(arena, shared)
     if not shadow.fits_after_eviction(wanted):
         return None
     table_lens = [len(table) for table in tables]
     needs = count_fresh(managers, table_lens, hit.num_tokens, demand.num_new)
     protected = {entry for node in hit.nodes if node for entry in node.entries if entry}
-    victims = choose_victims(index, shadow, needs, protected)
+    wish = demand.wish
+    if wish is not None:
+        optional = _hold_shared(arena, shared)
+        victims = choose_victims(index, optional, wish.add_to(needs), protected)
+        wish = None if victims is None else wish
+    if wish is None:
+        victims = choose_victims(index, shadow, needs, protected)
     if victims is None:
         return None
     return Admission(
@@ -87,4 +95,14 @@ def plan_admission(
         tables=tables,
         shared=shared,
         victims=victims,
+        wish=wish,
     )
+
+
+def _hold_shared(arena: SuperblockArena, shared: Sequence[tuple[int, int]]) -> ArenaShadow:
+    """Return a shadow in which the blocks of a hit are held."""
+    shadow = ArenaShadow(arena)
+    for group, block in shared:
+        if arena.ref_count(group, block) == 0:
+            shadow.hold(group, block)
+    return shadow

@@ -139,7 +139,7 @@ class Roster:
         if sequence.status is SequenceStatus.DRAINING:
             self._requeue(sequence)
         else:
-            self._cache.free(sequence.cache)
+            self._free(sequence)
 
     def add_branches(self, parent: Sequence, token_ids: list[int]) -> list[Sequence]:
         """Make the branches 1 … n-1 of a request whose prompt is complete.
@@ -223,7 +223,7 @@ class Roster:
         if sequence.num_in_flight:
             self.num_releasing += 1
         else:
-            self._cache.free(sequence.cache)
+            self._free(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence off its seat and out of the workers' rows."""
@@ -235,7 +235,10 @@ class Roster:
             self._dropped.append(sequence.seq_id)
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._cache.free(sequence.cache)
+        self._free(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_pending_tokens = 0
         self.waiting.push(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._cache.free(sequence.cache, sequence.token_ids, sequence.num_computed_tokens)

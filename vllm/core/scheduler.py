@@ -118,7 +118,7 @@ class Scheduler:
             self._schedule_running(draft)
         if not draft.is_short:
             self._schedule_waiting(draft)
-        plan = draft.make_plan(self._num_steps, self._cache.finish_step())
+        plan = draft.make_plan(self._num_steps, self._cache.finish_step(draft.copies))
         if not plan.is_empty:
             self._num_steps += 1
             self._in_flight.append((plan, draft.sequences))
@@ -201,6 +201,7 @@ class Scheduler:
         num_new = min(remaining, draft.budget, prefill_budget if is_prefill else remaining)
         if num_new <= 0:
             return 0
+        num_new = self._cache.cut_chunk(sequence.cache, sequence.num_computed_tokens, num_new)
         blocks = self._grow(draft, sequence, num_new)
         if blocks is None:
             draft.is_short = True
