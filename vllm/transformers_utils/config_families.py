@@ -36,7 +36,7 @@ class Family:
     aliases: tuple[str, ...] = field(default=())
 
 
-def _fill_heads(config: dict[str, Any]) -> None:
+def fill_heads(config: dict[str, Any]) -> None:
     """KV heads default to all heads, the head size to an even split of the hidden size."""
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
@@ -57,18 +57,18 @@ def _fill_layer_types(config: dict[str, Any], is_sliding: Callable[[int], bool])
 
 
 def _derive_dense(config: dict[str, Any]) -> None:
-    _fill_heads(config)
+    fill_heads(config)
     normalize_rope(config)
 
 
 def _derive_mixtral(config: dict[str, Any]) -> None:
-    _fill_heads(config)
+    fill_heads(config)
     normalize_rope(config, default_theta=1_000_000.0)
 
 
 def _derive_qwen(config: dict[str, Any]) -> None:
     """Qwen 2 and 3: full layers first, windows from `max_window_layers` on, if switched on."""
-    _fill_heads(config)
+    fill_heads(config)
     if not config["use_sliding_window"]:
         config["sliding_window"] = None
     window, first = config["sliding_window"], config["max_window_layers"]
@@ -78,7 +78,7 @@ def _derive_qwen(config: dict[str, Any]) -> None:
 
 def _derive_qwen2_moe(config: dict[str, Any]) -> None:
     """Windows on every other layer below `max_window_layers`, if switched on at all."""
-    _fill_heads(config)
+    fill_heads(config)
     if config["mlp_only_layers"] is None:
         config["mlp_only_layers"] = []
     if not config["use_sliding_window"]:
@@ -93,18 +93,18 @@ def _derive_gemma(config: dict[str, Any]) -> None:
     given = config.get("hidden_activation") or config.get("hidden_act")
     config["hidden_act"] = "gelu_pytorch_tanh" if given in (None, "gelu") else given
     config["hidden_activation"] = config["hidden_act"]
-    _fill_heads(config)
+    fill_heads(config)
     normalize_rope(config)
 
 
 def _derive_gemma2(config: dict[str, Any]) -> None:
-    _fill_heads(config)
+    fill_heads(config)
     _fill_layer_types(config, lambda i: (i + 1) % 2 == 1)
     normalize_rope(config)
 
 
 def _derive_gemma3(config: dict[str, Any]) -> None:
-    _fill_heads(config)
+    fill_heads(config)
     pattern = config.pop("_sliding_window_pattern", None)
     pattern = config.pop("sliding_window_pattern", None) or pattern or 6
     _fill_layer_types(config, lambda i: (i + 1) % pattern != 0)
