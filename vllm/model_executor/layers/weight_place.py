@@ -62,6 +62,12 @@ class HoldsWeights(Protocol):
         ...
 
 
+class HoldsExperts(HoldsWeights, Protocol):
+    """A layer with parameters for each of several experts."""
+
+    num_experts: int
+
+
 class PackedModule(nn.Module):
     """A layer whose weights are brought into the form that kernels read, once they are loaded."""
 

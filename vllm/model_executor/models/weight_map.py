@@ -15,8 +15,12 @@ from typing import cast
 from torch import Tensor, nn
 
 from vllm.errors import WeightError
-from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.weight_place import HoldsWeights, Shard, WeightPlace
+from vllm.model_executor.layers.weight_place import (
+    HoldsExperts,
+    HoldsWeights,
+    Shard,
+    WeightPlace,
+)
 
 _MAX_NAMED = 8
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
@@ -78,17 +82,17 @@ def expand_rows(rows: Iterable[WeightRow], model: nn.Module) -> dict[str, _Targe
             if module is None:
                 continue
             source = row.source.replace("{i}", str(layer))
-            targets |= _expand_row(source, cast(HoldsWeights, module), row.shard)
+            targets |= _expand_row(source, cast(HoldsExperts, module), row.shard)
     return targets
 
 
-def _expand_row(source: str, module: HoldsWeights, shard: str | None) -> dict[str, _Target]:
+def _expand_row(source: str, module: HoldsExperts, shard: str | None) -> dict[str, _Target]:
     if "{e}" not in source:
         return {
             f"{source}.{field}": _Target(module=module, field=field, shard=shard)
             for field in module.fields
         }
-    assert shard is not None and isinstance(module, FusedMoE)
+    assert shard is not None
     return {
         f"{source.replace('{e}', str(expert))}.{field}": _Target(
             module=module, field=field, shard=(shard, expert)
@@ -121,7 +125,8 @@ def load_weights(
     used: dict[str, None] = {}
     skipped: dict[str, str] = {}
     unused: list[str] = []
-    for source, given_name, tensor in _split_fused(weights, targets):
+    named = ((source, _rename(source, aliases), tensor) for source, tensor in weights)
+    for source, given_name, tensor in _split_fused(named, targets):
         name = _rename(given_name, aliases)
         if name in targets:
             if name in filled:
@@ -185,27 +190,27 @@ def _check_complete(
 
 
 def _split_fused(
-    weights: Iterable[tuple[str, Tensor]], whole: Container[str]
+    weights: Iterable[tuple[str, str, Tensor]], whole: Container[str]
 ) -> Iterable[tuple[str, str, Tensor]]:
     """Cut tensors that hold all experts of a layer ([N, rows, columns]) into one for each expert.
 
     Args:
-        weights: names and tensors of the checkpoint.
+        weights: names in the file, names that the model's rows have, tensors.
         whole: names that the model takes in one piece.
 
     Yields:
         The name in the file, the name of the part, the part.
     """
-    for name, tensor in weights:
+    for source, name, tensor in weights:
         match = _FUSED_EXPERTS.fullmatch(name)
         if match is None or tensor.dim() != 3 or name in whole:
-            yield name, name, tensor
+            yield source, name, tensor
             continue
         prefix, kind = match.groups()
         for expert, matrix in enumerate(tensor):
             if kind == "down_proj":
-                yield name, f"{prefix}.{expert}.down_proj.weight", matrix
+                yield source, f"{prefix}.{expert}.down_proj.weight", matrix
             else:
                 gate, up = matrix.chunk(2)
-                yield name, f"{prefix}.{expert}.gate_proj.weight", gate
-                yield name, f"{prefix}.{expert}.up_proj.weight", up
+                yield source, f"{prefix}.{expert}.gate_proj.weight", gate
+                yield source, f"{prefix}.{expert}.up_proj.weight", up
