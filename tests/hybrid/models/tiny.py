@@ -82,3 +82,6 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             is_norm = "norm" in name.rsplit(".", 2)[-2] and parameter.dim() == 1
             parameter.copy_(noise + 1.0 if is_norm else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

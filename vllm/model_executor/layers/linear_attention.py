@@ -24,8 +24,8 @@ from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelect
 from vllm.model_executor.layers.state import (
     STATE_KIND,
     CausalConv,
+    FloatVectors,
     GatedRMSNorm,
-    HeadVectors,
     StateRows,
     state_field,
 )
@@ -88,7 +88,7 @@ class GatedDeltaNet(nn.Module):
         self.conv = CausalConv(
             split.conv_rows(), sizes.conv_taps, bias=False, silu=True, dtype=dtype
         )
-        self.decay = HeadVectors(
+        self.decay = FloatVectors(
             ("A_log", "dt_bias"), split.value_heads, split.first_value_head, sizes.value_heads
         )
         self.norm = GatedRMSNorm(

@@ -24,8 +24,8 @@ from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelect
 from vllm.model_executor.layers.state import (
     STATE_KIND,
     CausalConv,
+    FloatVectors,
     GatedRMSNorm,
-    HeadVectors,
     StateRows,
     state_field,
 )
@@ -111,7 +111,9 @@ class Mamba2Mixer(nn.Module):
             silu=True,
             dtype=dtype,
         )
-        self.heads = HeadVectors(("A_log", "D", "dt_bias"), heads, tp.rank * heads, sizes.num_heads)
+        self.heads = FloatVectors(
+            ("A_log", "D", "dt_bias"), heads, tp.rank * heads, sizes.num_heads
+        )
         self.norm = GatedRMSNorm(
             inner,
             tp.rank * inner,

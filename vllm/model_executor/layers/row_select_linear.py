@@ -39,8 +39,8 @@ class RowSelectLinear(Linear):
     """A matrix of selected rows.
 
     Args:
-        shards: shard name -> its rows; outputs are the shards' one after the other. A layer with one
-            shard may be asked for it as None.
+        shards: shard name -> its rows; outputs are the shards' one after the other. None names the
+            only one.
     """
 
     def __init__(

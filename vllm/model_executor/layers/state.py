@@ -1,9 +1,9 @@
 """What layers that keep a state share: the rows of a step, small parameters, the convolution.
 
-Built by `linear_attention.py`, `mamba.py` and `short_conv.py`. States live in the cache and come with
-each call; nothing here keeps one.
+Built by `linear_attention.py`, `mamba.py` and `short_conv.py`. States live in the cache and come
+with each call; nothing here keeps one.
 
-Shapes: T tokens, B rows, C channels, H heads, all of this rank; K taps of a convolution.
+Shapes: T tokens, B rows, C channels of this rank; K taps of a convolution.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class CausalConv(nn.Module):
         weight_KC: filters, one tap a row.
     """
 
+    bias_C: nn.Parameter | None
+
     def __init__(
         self, selection: RowSelection, taps: int, *, bias: bool, silu: bool, dtype: torch.dtype
     ) -> None:
@@ -137,27 +139,25 @@ class CausalConv(nn.Module):
         return out_TC
 
 
-class HeadVectors(nn.Module):
-    """Vectors with a number for each head, kept in float32.
+class FloatVectors(nn.Module):
+    """Vectors with a number for each head or expert, kept in float32.
 
     Args:
         names: names of the vectors in the checkpoint.
-        num_heads, first_head, total_heads: heads of this rank, the first of them, of all ranks.
+        size, first, total: numbers of this rank, the first of them, of all ranks.
     """
 
-    def __init__(
-        self, names: Sequence[str], num_heads: int, first_head: int, total_heads: int
-    ) -> None:
+    def __init__(self, names: Sequence[str], size: int, first: int, total: int) -> None:
         super().__init__()
         self.fields = tuple(names)
-        self._first = first_head
-        self._total = total_heads
+        self._first = first
+        self._total = total
         for name in names:
-            vector = nn.Parameter(torch.empty(num_heads, dtype=torch.float32), requires_grad=False)
+            vector = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
             self.register_parameter(name, vector)
 
     def vector(self, name: str) -> Tensor:
-        """Return a vector by its name, float32 [H]."""
+        """Return a vector by its name, float32 [size]."""
         return self.get_parameter(name).data
 
     def place(self, field: str, shard: Shard) -> WeightPlace:

@@ -1,7 +1,7 @@
 """Attention whose output each head scales by a gate: Qwen3-Next and Qwen3.5.
 
-The gate is a second half of every head's query projection. Built from a `GatedAttentionShape` in the
-place of the plain attention of `blocks.py`.
+The gate is a second half of every head's query projection. Built from a `GatedAttentionShape` in
+the place of the plain attention of `blocks.py`.
 
 Shapes: T tokens, E hidden size, H and Hkv heads of this rank, D head size.
 """

@@ -1,0 +1,113 @@
+"""Experts of two matrices with a squared ReLU between them: Nemotron-H.
+
+Built by `models/nemotron_h.py`. Each rank holds its share of every expert's inner size.
+
+Shapes: T tokens, L input size, I inner size of this rank, N experts, k chosen.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm._custom_ops import linear as linear_ops
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
+
+
+class Relu2Experts(PackedModule):
+    """N MLPs: down(relu(up(x)) ** 2).
+
+    Args:
+        inner_size: inner size of one expert over all ranks.
+
+    Attributes:
+        up: [N, I, L], down: [N, L, I]; packed by `pack` on a CPU.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        inner_size: int,
+        *,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self._input_size = input_size
+        self._total = inner_size
+        self._inner = tp.split(inner_size, "intermediate size of the experts")
+        self._start = tp.rank * self._inner
+        self._is_packed = False
+        up = torch.empty(num_experts, self._inner, input_size, dtype=dtype)
+        down = torch.empty(num_experts, input_size, self._inner, dtype=dtype)
+        self.up = nn.Parameter(up, requires_grad=False)
+        self.down = nn.Parameter(down, requires_grad=False)
+
+    def place(self, field: str, shard: Shard) -> WeightPlace:
+        """See HoldsWeights; shards are ("up" | "down", expert)."""
+        assert isinstance(shard, tuple)
+        part, expert = shard
+        if part == "down":
+            return WeightPlace(
+                shape=(self._input_size, self._total),
+                target=self.down.data[expert],
+                axis=1,
+                start=self._start,
+            )
+        return WeightPlace(
+            shape=(self._total, self._input_size),
+            target=self.up.data[expert],
+            axis=0,
+            start=self._start,
+        )
+
+    def pack(self) -> None:
+        """See PackedModule; no-op but on a CPU."""
+        if self._is_packed or self.up.device.type != "cpu":
+            return
+        self.up.data = _pack_stack(self.up.data)
+        self.down.data = _pack_stack(self.down.data)
+        self._is_packed = True
+
+    def forward(self, x_TL: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, [T, L], this rank's part of it.
+
+        Args:
+            x_TL: inputs.
+            weights_TK: float32.
+            ids_TK: int32.
+        """
+        num_chosen = ids_TK.shape[1]
+        parts_TKL = x_TL.new_empty(x_TL.shape[0], num_chosen, self._input_size)
+        for expert in torch.unique(ids_TK).tolist():
+            tokens, choices = torch.where(ids_TK == expert)
+            inner = self._multiply(self.up, expert, x_TL[tokens], self._inner)
+            inner = torch.relu(inner).square()
+            parts_TKL[tokens, choices] = self._multiply(self.down, expert, inner, self._input_size)
+        total_TL = parts_TKL[:, 0].float() * weights_TK[:, :1]
+        for choice in range(1, num_chosen):  # in a fixed order
+            total_TL += parts_TKL[:, choice].float() * weights_TK[:, choice : choice + 1]
+        return total_TL.to(x_TL.dtype)
+
+    def _multiply(self, stack: Tensor, expert: int, x: Tensor, output_size: int) -> Tensor:
+        if not self._is_packed:
+            return F.linear(x, stack[expert])
+        out = x.new_empty(x.shape[0], output_size)
+        linear_ops.linear(out, x, stack[expert])
+        return out
+
+
+def _pack_stack(weight_NRC: Tensor) -> Tensor:
+    count, rows, columns = weight_NRC.shape
+    packed = linear_ops.empty_packed(rows, columns, weight_NRC.dtype, count=count)
+    for expert in range(count):
+        linear_ops.pack_linear_weight(weight_NRC[expert], packed[expert])
+    return packed
