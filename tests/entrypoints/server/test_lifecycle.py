@@ -95,6 +95,16 @@ def test_second_signal_does_not_wait(start: Any) -> None:
     assert "data: [DONE]" not in reader.lines
 
 
+def test_waiting_for_running_requests_is_bounded(start: Any) -> None:
+    server = start("--shutdown-timeout", "1", "--disable-frontend-multiprocessing")
+    reader = Reader(server, **LONG, n=8)
+    wait_running(server)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    reader.join(5)
+    assert not reader.is_alive()
+
+
 def test_killed_engine(start: Any) -> None:
     server = start()
     reader = Reader(server, **LONG)

@@ -107,11 +107,9 @@ class OpenAIServingChat:
         """Return the last message's text where the answer is to begin with it."""
         last = messages[-1]
         is_wanted = request.echo or request.continue_final_message
-        return (
-            str(last["content"])
-            if is_wanted and last["role"] == self._role(request, messages)
-            else ""
-        )
+        if not is_wanted or last["role"] != self._role(request, messages):
+            return ""
+        return str(last["content"])
 
     async def _make_prompt(self, form: AnswerForm, messages: list[ChatMessage]) -> Prompt:
         request = form.request
