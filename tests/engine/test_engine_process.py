@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.utils.fixtures_models import make_reach_prompt
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
-from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from vllm import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from vllm.engine.client import ProcessCore
 from vllm.errors import ConfigError, EngineDeadError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
 
 LONG = {"prompt_token_ids": [65]}  # A leads to A for ever
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, output_kind=RequestOutputKind.DELTA)
@@ -37,6 +38,35 @@ def make_process_engine(model: object, **options) -> tuple[AsyncLLMEngine, Proce
     config = args(model, **options).create_engine_config()
     core = ProcessCore(config)
     return AsyncLLMEngine(config, core), core
+
+
+def test_an_engine_process_answers_like_an_engine_in_this_one(tiny_models: TinyModels) -> None:
+    model = tiny_models.reach("llama", num_hidden_layers=2)
+    prompts = [{"prompt_token_ids": make_reach_prompt(n, seed=n)} for n in (1, 17, 60)]
+    form = GuidedDecodingParams(regex="[a-f]{6}")
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=9, ignore_eos=True, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=9, guided_decoding=form),
+    ]
+    options = {"dtype": "float32", "num_gpu_blocks_override": 64}
+    llm = LLM(str(model), **options)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    engine, _ = make_process_engine(model)
+
+    async def go() -> list:
+        jobs = []
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            one.output_kind = RequestOutputKind.FINAL_ONLY
+            jobs.append(collect(engine.generate(prompt, one, str(i))))
+        return await asyncio.gather(*jobs)
+
+    answers = asyncio.run(asyncio.wait_for(go(), 60))
+    engine.shutdown()
+    for (answer,), reference in zip(answers, expected, strict=True):
+        assert answer.outputs == reference.outputs
+        assert answer.prompt_logprobs == reference.prompt_logprobs
+        assert answer.prompt_token_ids == reference.prompt_token_ids
 
 
 def has_ended(pid: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.utils.fixtures_models import chain_text
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, SamplingParams
@@ -222,6 +223,27 @@ def test_stop_strings(llm: LLM, stop, include: bool, text: str, reason: str | No
     answer = run(llm, "ABC", params)[0].outputs[0]
     assert (answer.text, answer.stop_reason) == (text, reason)
     assert answer.finish_reason == ("stop" if reason else "length")
+
+
+@pytest.mark.parametrize(("max_tokens", "text"), [(20, "中文🌶é"), (8, "中文")])
+def test_split_characters(tiny_models: TinyModels, max_tokens: int, text: str) -> None:
+    """Case C28: a byte a token; the text is whole, and so are the bytes behind the logprobs."""
+    from vllm.transformers_utils.detokenizer import TokenBytes
+
+    data = "中文🌶é".encode()
+    llm = LLM(str(tiny_models.chain({65: data[0], **chain_text("中文🌶é")})), dtype="float32",
+              num_gpu_blocks_override=64)  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0)
+    answer = run(llm, "A", params)[0].outputs[0]
+    assert answer.text == text
+    assert len(answer.token_ids) == min(max_tokens, 13)
+    table = TokenBytes(llm.get_tokenizer())
+    joined = b"".join(table[i] for i in answer.token_ids if i != 264)
+    assert joined == data[:max_tokens]
+    names = [
+        entry[i].decoded_token for i, entry in zip(answer.token_ids, answer.logprobs, strict=True)
+    ]
+    assert "".join(names).removesuffix("</s>") == text
 
 
 def test_stop_token_ids_and_min_tokens(llm: LLM) -> None:

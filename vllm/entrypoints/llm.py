@@ -29,7 +29,6 @@ from vllm.pooling_params import PoolingParams
 from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.sampling_params import (
     BeamSearchParams,
-    GuidedDecodingParams,
     RequestOutputKind,
     SamplingParams,
 )
@@ -284,6 +283,3 @@ class LLM:
             engine.abort_request(i for i in ids if i not in finished)
             raise
         return [finished[i] for i in ids]
-
-
-__all__ = ["LLM", "GuidedDecodingParams"]
