@@ -68,7 +68,7 @@ class CheckpointKeeper:
         self.is_active = store.index is not None and bool(self._states or self._recent)
         self._history = PrefixHistory()
         self._copies: list[BlockCopy] = []
-        self._fresh: set[tuple[int, int]] = set()
+        self._forks: dict[tuple[int, int], int] = {}
         self._planned: list[tuple[SequenceCache, int, tuple[int, ...]]] = []
         self._claims: dict[bytes, SequenceCache] = {}
         self.generation = 0
@@ -164,15 +164,19 @@ class CheckpointKeeper:
             return None
         blocks = {group: self._store.arena.allocate(group) for group in self._states}
         for group, block in blocks.items():
-            self._copy(group, cache.tables[group][0], block)
+            source = cache.tables[group][0]
+            self._forks[group, block] = source
+            self._store.hold(group, source)
         return blocks
 
     def finish_step(self, copies: list[BlockCopy]) -> None:
         """End the planning of a step: hand its copies out and list what they will have written."""
-        if self._copies:
-            copies.extend(self._copies)
-            self._copies.clear()
-            self._fresh.clear()
+        for (group, target), source in self._forks.items():
+            copies.append(BlockCopy(group=group, source=source, target=target))
+            self._store.drop(group, source)
+        self._forks.clear()
+        copies.extend(self._copies)
+        self._copies.clear()
         for cache, position, blocks in self._planned:
             if cache.tables or position <= len(cache.chain) * self._grain:
                 cache.trail.unlisted.append((position, blocks))
@@ -201,7 +205,11 @@ class CheckpointKeeper:
                 if self._claims.get(digest) is cache:
                     del self._claims[digest]
             for group in self._states:
-                self._store.drop(group, cache.tables[group].pop())
+                block = cache.tables[group].pop()
+                source = self._forks.pop((group, block), None)
+                if source is not None:
+                    self._store.drop(group, source)
+                self._store.drop(group, block)
         trail.marks, trail.newest, trail.kept_until = (), None, 0
         trail.unlisted.clear()
 
@@ -271,8 +279,8 @@ class CheckpointKeeper:
         return any(index.entry_at(digest, group) is None for group in self._states)
 
     def _is_fresh(self, cache: SequenceCache) -> bool:
-        """Whether the working blocks get their content only with the copies of the next step."""
-        return any((group, cache.tables[group][0]) in self._fresh for group in self._states)
+        """Whether the working blocks are a branch's that get their content in the next step."""
+        return any((group, cache.tables[group][0]) in self._forks for group in self._states)
 
     def _take_replaced(self, cache: SequenceCache, position: int) -> tuple[int, ...] | None:
         """Return the blocks of the last copy made while it generated, which the new one replaces.
@@ -338,7 +346,6 @@ class CheckpointKeeper:
     def _copy(self, group: int, source: int, target: int) -> None:
         """Plan a copy; both blocks stay where they are until the step is planned."""
         self._copies.append(BlockCopy(group=group, source=source, target=target))
-        self._fresh.add((group, target))
         for block in (source, target):
             self._store.hold(group, block)
             self._store.pin(group, block)

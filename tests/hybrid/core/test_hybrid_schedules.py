@@ -50,10 +50,16 @@ def draw_harness(rng: random.Random) -> tuple[Harness, int]:
     return Harness(groups, layout, config, rng.random() < 0.85), max_len
 
 
-def list_written(harness: Harness, sequences: list[Sequence]) -> list[tuple[int, int]]:
-    """Blocks of checkpoints that are written but not listed yet: their keys are not known."""
-    groups = harness.cache._checkpoints._states
-    return [
+def list_others(harness: Harness, sequences: list[Sequence]) -> list[tuple[int, int]]:
+    """References beside those of tables, as (group, block) pairs.
+
+    Blocks of checkpoints that are written but not listed yet, because their keys are not known, and
+    states that branches will be copied from.
+    """
+    keeper = harness.cache._checkpoints
+    groups = keeper._states
+    forked = [(group, source) for (group, _), source in keeper._forks.items()]
+    return forked + [
         pair
         for sequence in sequences
         for _, blocks in sequence.cache.trail.unlisted
@@ -80,7 +86,7 @@ def run_random_schedule(seed: int) -> int:
             s for s in watched.values() if s.status is SequenceStatus.FINISHED and s.num_in_flight
         ]
         states = [s for state in scheduler._roster.requests.values() for s in state.sequences]
-        check_scheduler(harness, ended, list_written(harness, [*states, *ended]))
+        check_scheduler(harness, ended, list_others(harness, [*states, *ended]))
 
     for _ in range(rng.randint(20, 60)):
         for _ in range(rng.choice([0, 0, 1, 2])):
