@@ -56,3 +56,19 @@ def gelu_fast(out: Tensor, input: Tensor) -> None:
 def gelu_quick(out: Tensor, input: Tensor) -> None:
     """Write x * sigmoid(1.702 x); arguments as in `gelu_new`."""
     C.gelu_quick(out, input)
+
+
+def soft_cap(x: Tensor, scale: float, cap: float) -> None:
+    """Overwrite x with cap * tanh(x * scale / cap), rounded once.
+
+    torch.tanh may round an element by its place in memory; this does not.
+
+    Args:
+        x: float32 or bfloat16 [T, N], contiguous in N.
+        scale: factor that comes before the cap.
+        cap: bound of the results, positive.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride, dtype or value.
+    """
+    C.soft_cap(x, scale, cap)

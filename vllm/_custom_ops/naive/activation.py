@@ -48,3 +48,8 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     """x * sigmoid(1.702 x)."""
     x = input.float()
     out.copy_((x * torch.sigmoid(1.702 * x)).to(input.dtype))
+
+
+def soft_cap(x: Tensor, scale: float, cap: float) -> None:
+    """cap * tanh(x * scale / cap), in place."""
+    x.copy_((torch.tanh(x.float() * scale / cap) * cap).to(x.dtype))

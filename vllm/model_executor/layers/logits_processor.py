@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vllm._custom_ops import activation as activation_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabMatrix
 
@@ -35,8 +36,8 @@ class LogitsProcessor(nn.Module):
         """Return float32 [L, vocab_size] on every rank."""
         own_LV = head.multiply(hidden_LE, None, out_dtype=torch.float32)
         logits_LV = self._tp.all_gather(own_LV, dim=-1)[:, : self.vocab_size]
-        if self.scale != 1.0:
-            logits_LV = logits_LV * self.scale
         if self.soft_cap:
-            logits_LV = torch.tanh(logits_LV / self.soft_cap) * self.soft_cap
+            activation_ops.soft_cap(logits_LV, self.scale, self.soft_cap)
+        elif self.scale != 1.0:
+            logits_LV *= self.scale
         return logits_LV
