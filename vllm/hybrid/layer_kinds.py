@@ -250,6 +250,7 @@ _FAMILIES: dict[str, Callable[[Config], list[Lifetime]]] = {
     "gpt_oss": _by_layer_types,
     "granitemoehybrid": _granite_hybrid,
     "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
     "llama": _full,
     "llama4_text": _llama4,
     "mistral": _by_layer_types,

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tests.hybrid.models.checks import check_against_transformers, check_ways_of_computing
+from tests.hybrid.models.thread_ranks import run_ranks
 from tests.hybrid.models.tiny import TinyCheckpoint, TinyRow, make_checkpoint
 from tests.models.compare import make_prompts, reference_logits
 from tests.models.families import load_ours
 from tests.utils.paged_driver import PagedDriver
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.hybrid.layer_kinds import read_layer_kinds
 
 
 class CheckpointSet:
@@ -36,6 +40,8 @@ def check_state_family(made: TinyCheckpoint, prompt_lens: tuple[int, ...]) -> No
         check_ways_of_computing(made, 70, dtype=dtype)
     check_short_prompts(made)
     check_interleaved_sequences(made)
+    check_two_ranks(made)
+    check_kinds(made)
 
 
 def check_short_prompts(made: TinyCheckpoint) -> None:
@@ -67,3 +73,28 @@ def check_interleaved_sequences(made: TinyCheckpoint) -> None:
     (g,) = driver.step({2: third[30:]}, all_logits=True)
     for parts, expected in zip(((a, c, f), (b, d), (e, g)), wanted, strict=True):
         torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-4)
+
+
+def check_two_ranks(made: TinyCheckpoint) -> None:
+    """Two ranks, each with its heads and its share of every state, compute what one computes."""
+    (prompt,) = make_prompts((21,))
+    parts = (prompt[:18], prompt[18:])
+
+    def run(tp: TensorParallel) -> tuple[Tensor, int]:
+        model = load_ours(made.config, made.weights, tp=tp)
+        driver = PagedDriver(model, kernel="cpu")
+        logits = torch.cat([driver.step({0: part}, all_logits=True)[0] for part in parts])
+        return logits, sum(spec.sequence_bytes for spec in model.cache_specs())
+
+    one, one_bytes = run(TensorParallel.single())
+    for logits, num_bytes in run_ranks(2, run):
+        torch.testing.assert_close(logits, one, rtol=0, atol=1e-4)
+        assert num_bytes < one_bytes
+
+
+def check_kinds(made: TinyCheckpoint) -> None:
+    """What the config says of its layers is what the model's layers keep."""
+    specs = load_ours(made.config, made.weights).cache_specs()
+    kinds = read_layer_kinds(made.config)
+    assert [kind.lifetime for kind in kinds] == [spec.lifetime for spec in specs]
+    assert [kind.layer for kind in kinds] == [spec.layer for spec in specs]
