@@ -8,7 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm.config import CacheConfig
-from vllm.engine.messages import CoreStats, EngineReady, GroupUsage, LayerKernelReport
+from vllm.engine.messages import (
+    CacheGroup,
+    CoreStats,
+    EngineReady,
+    GroupUsage,
+    LayerKernelReport,
+)
 from vllm.engine.metrics import (
     LoggingStatLogger,
     PrometheusStatLogger,
@@ -171,22 +177,36 @@ def test_engine_stats() -> None:
     ready = EngineReady(
         kernels=[LayerKernelReport(layer=0, kernel="cpu", note="asked for x")],
         groups=[], num_cache_tokens=160, num_gpu_blocks=10, block_tokens=16, cache_bytes=1,
-        weight_bytes=2, load_seconds=0.5,
+        weight_bytes=2, load_seconds=0.5, startup={"superblock_bytes": 1200},
+        cache_groups=[
+            CacheGroup(
+                name=name, layers=[layer], block_tokens=16, block_bytes=1200 // slots,
+                blocks_per_superblock=slots, blocks_per_sequence=4, waste=0.0,
+            )
+            for layer, (name, slots) in enumerate({"full": 2, "window": 6}.items())
+        ],
     )  # fmt: skip
     core = CoreStats(
         num_running=3, num_waiting=1, num_cache_queries=100, num_cache_hits=25,
+        cache_usage=0.25, num_free_superblocks=3,
         groups=[
-            GroupUsage(name="full", num_total_blocks=10, num_used_blocks=4, num_cached_blocks=3),
-            GroupUsage(name="window", num_total_blocks=30, num_used_blocks=6),
+            GroupUsage(
+                name="full", num_total_blocks=10, num_used_blocks=3, num_cached_blocks=1,
+                num_own_blocks=4,
+            ),
+            GroupUsage(name="window", num_total_blocks=30, num_used_blocks=6, num_own_blocks=12),
         ],
     )  # fmt: skip
     stats = make_engine_stats(
         core, ready, is_alive=True, has_prefix_caching=True, avg_queue_time_ms=2.0
     )
-    assert (stats.num_total_gpu_blocks, stats.num_free_gpu_blocks) == (40, 30)
+    # A free superblock gives 3 blocks where sequences of 4 + 4 blocks take 2 2/3 superblocks.
+    assert (stats.num_total_gpu_blocks, stats.num_free_gpu_blocks) == (4 + 12 + 3 * 3, 16)
     assert stats.gpu_cache_usage == 0.25
+    assert stats.fragmentation == 0.25
+    assert stats.cache_groups["window"]["block_bytes"] == 200
     assert stats.gpu_prefix_cache_hit_rate == 0.25
-    assert stats.blocks_by_group["full"] == {"total": 10, "used": 4, "cached": 3, "free": 6}
+    assert stats.blocks_by_group["full"] == {"total": 10, "used": 3, "cached": 1, "free": 7}
     assert stats.kernels == {0: {"kernel": "cpu", "note": "asked for x"}}
     dead = make_engine_stats(
         core, ready, is_alive=False, has_prefix_caching=False, avg_queue_time_ms=2.0

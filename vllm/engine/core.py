@@ -19,6 +19,7 @@ from vllm.core.scheduler import Scheduler
 from vllm.engine.messages import (
     AbortRequests,
     AddRequest,
+    CacheGroup,
     ControlMessage,
     CoreStats,
     EndBranches,
@@ -175,9 +176,12 @@ class EngineCore:
                     * group.blocks_per_superblock,
                     num_used_blocks=group.num_held_blocks,
                     num_cached_blocks=group.num_cached_blocks,
+                    num_own_blocks=group.num_superblocks * group.blocks_per_superblock,
                 )
                 for group in stats.groups
             ],
+            cache_usage=stats.cache_usage,
+            num_free_superblocks=stats.num_free_superblocks,
             num_steps=self.num_steps,
             num_preemptions=stats.num_preemptions,
             num_cache_queries=stats.num_prefix_query_tokens,
@@ -275,6 +279,19 @@ def _make_ready(
         cache_bytes=capacity.arena_bytes,
         weight_bytes=sum(r.weight_bytes for r in reports),
         load_seconds=max(r.load_seconds for r in reports),
+        cache_groups=[
+            CacheGroup(
+                name=g.name,
+                layers=list(g.layers),
+                block_tokens=g.block_tokens,
+                block_bytes=g.block_bytes,
+                blocks_per_superblock=g.blocks_per_superblock,
+                blocks_per_sequence=g.blocks_per_sequence,
+                waste=g.waste,
+            )
+            for g in capacity.groups
+        ],
+        num_free_superblocks=layout.num_superblocks,
         startup={
             "max_model_len": capacity.max_model_len,
             "max_concurrency": round(capacity.max_concurrency, 2),

@@ -70,14 +70,17 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one KV cache group, now.
 
     Attributes:
+        num_total_blocks: in its own superblocks, and in the free ones that it could take.
         num_used_blocks: held by requests.
         num_cached_blocks: held by nobody, kept for prefix reuse, free to be taken.
+        num_own_blocks: in its own superblocks.
     """
 
     name: str
     num_total_blocks: int
     num_used_blocks: int
     num_cached_blocks: int = 0
+    num_own_blocks: int = 0
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +89,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         num_running, num_waiting: requests, now.
         groups: blocks, now.
+        cache_usage: share of the cache's bytes held by requests, 0 to 1.
+        num_free_superblocks: owned by no group, now.
         num_cache_queries, num_cache_hits: prompt tokens looked up and found in the prefix cache.
         last_step_ms: time of the last step with work in it.
     """
@@ -93,6 +98,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_running: int = 0
     num_waiting: int = 0
     groups: list[GroupUsage] = []
+    cache_usage: float = 0.0
+    num_free_superblocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     num_cache_queries: int = 0
@@ -131,6 +138,24 @@ class LayerKernelReport(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What one KV cache group is.
+
+    Attributes:
+        block_bytes: on the first rank.
+        blocks_per_sequence: most that a sequence of max_model_len tokens holds.
+        waste: share of a superblock behind the group's last block.
+    """
+
+    name: str
+    layers: list[int]
+    block_tokens: int
+    block_bytes: int
+    blocks_per_superblock: int
+    blocks_per_sequence: int
+    waste: float
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine side has loaded the model and can serve.
 
@@ -138,6 +163,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         num_cache_tokens: tokens that the whole cache holds.
         block_tokens: tokens of a block of the first group.
         groups: blocks of the empty cache.
+        cache_groups: what each group is, in the same order.
+        num_free_superblocks: of the empty cache: all.
         startup: further facts of the capacity report, for logs and `vllm stats`.
     """
 
@@ -149,6 +176,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     cache_bytes: int
     weight_bytes: int
     load_seconds: float
+    cache_groups: list[CacheGroup] = []
+    num_free_superblocks: int = 0
     startup: dict[str, Any] = {}
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.engine.messages import CoreStats, EngineReady
+import msgspec
+
+from vllm.engine.messages import CacheGroup, CoreStats, EngineReady
 from vllm.types import FinishReason
 
 
@@ -20,13 +22,19 @@ class EngineStats:
     Attributes:
         scheduler_running: whether the engine side is alive and takes steps.
         num_total_gpu_blocks, num_free_gpu_blocks: over all groups; blocks kept only for prefix
-            reuse are free.
-        gpu_cache_usage: share of the blocks held by requests, 0 to 1.
+            reuse are free. Superblocks that no group owns count as what they give when sequences of
+            max_model_len share them.
+        gpu_cache_usage: share of the cache's bytes held by requests, 0 to 1.
+        fragmentation: share of the bytes of superblocks in use that lie in no block in use.
         gpu_prefix_cache_hit_rate: found prompt tokens over looked-up ones, -1 when caching is off.
         avg_queue_time_ms: mean waiting time of the requests admitted so far.
-        blocks_by_group: name -> total, used, cached and free blocks.
+        blocks_by_group: name -> total, used, cached and free blocks, as if the group alone could
+            take the superblocks that no group owns.
+        cache_groups: name -> layers, sizes in bytes and tokens, blocks of a full sequence, waste.
         kernels: layer -> the kernel that serves it, and why not another.
         startup: facts of the start: sizes, capacity, seconds.
+        hybrid: mode, and for each layer type what its layers keep, and whether that is less than
+            they were trained with.
     """
 
     num_running_requests: int = 0
@@ -35,14 +43,17 @@ class EngineStats:
     num_total_gpu_blocks: int = 0
     num_free_gpu_blocks: int = 0
     gpu_cache_usage: float = 0.0
+    fragmentation: float = 0.0
     gpu_prefix_cache_hit_rate: float = -1.0
     num_preemptions: int = 0
     num_steps: int = 0
     avg_queue_time_ms: float = 0.0
     last_step_ms: float = 0.0
     blocks_by_group: dict[str, dict[str, int]] = field(default_factory=dict)
+    cache_groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     kernels: dict[int, dict[str, str]] = field(default_factory=dict)
     startup: dict[str, Any] = field(default_factory=dict)
+    hybrid: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +102,7 @@ def make_engine_stats(
         }
         for g in stats.groups
     }
-    total = sum(g["total"] for g in groups.values())
+    total = _count_blocks(stats, ready)
     used = sum(g["used"] for g in groups.values())
     return EngineStats(
         num_running_requests=stats.num_running if is_alive else 0,
@@ -99,13 +110,15 @@ def make_engine_stats(
         scheduler_running=is_alive,
         num_total_gpu_blocks=total,
         num_free_gpu_blocks=total - used,
-        gpu_cache_usage=used / total if total else 0.0,
+        gpu_cache_usage=stats.cache_usage,
+        fragmentation=_find_fragmentation(stats, ready),
         gpu_prefix_cache_hit_rate=_hit_rate(stats) if has_prefix_caching else -1.0,
         num_preemptions=stats.num_preemptions,
         num_steps=stats.num_steps,
         avg_queue_time_ms=avg_queue_time_ms,
         last_step_ms=stats.last_step_ms,
         blocks_by_group=groups,
+        cache_groups={g.name: describe_group(g) for g in ready.cache_groups},
         kernels={k.layer: {"kernel": k.kernel, "note": k.note} for k in ready.kernels},
         startup={
             "num_cache_tokens": ready.num_cache_tokens,
@@ -115,6 +128,29 @@ def make_engine_stats(
             **ready.startup,
         },
     )
+
+
+def describe_group(group: CacheGroup) -> dict[str, Any]:
+    """Return what a cache group is, for JSON; its name is the key."""
+    return {name: value for name, value in msgspec.structs.asdict(group).items() if name != "name"}
+
+
+def _count_blocks(stats: CoreStats, ready: EngineReady) -> int:
+    """Return the blocks that there are: own ones of all groups, and those in free superblocks."""
+    needed = sum(g.blocks_per_sequence for g in ready.cache_groups)
+    superblocks = sum(g.blocks_per_sequence / g.blocks_per_superblock for g in ready.cache_groups)
+    per_free = needed / superblocks if superblocks else 0.0
+    own = sum(g.num_own_blocks for g in stats.groups)
+    return own + round(stats.num_free_superblocks * per_free)
+
+
+def _find_fragmentation(stats: CoreStats, ready: EngineReady) -> float:
+    held_bytes = owned_bytes = 0.0
+    superblock_bytes = ready.startup.get("superblock_bytes", 0)
+    for usage, group in zip(stats.groups, ready.cache_groups, strict=False):
+        held_bytes += (usage.num_used_blocks + usage.num_cached_blocks) * group.block_bytes
+        owned_bytes += usage.num_own_blocks // group.blocks_per_superblock * superblock_bytes
+    return 1.0 - held_bytes / owned_bytes if owned_bytes else 0.0
 
 
 def _hit_rate(stats: CoreStats) -> float:

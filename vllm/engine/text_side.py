@@ -96,7 +96,9 @@ class TextSide:
     def set_ready(self, ready: EngineReady) -> None:
         """Take the facts of the engine side's start."""
         self._ready = ready
-        self._core_stats = CoreStats(groups=ready.groups)
+        self._core_stats = CoreStats(
+            groups=ready.groups, num_free_superblocks=ready.num_free_superblocks
+        )
         facts = describe_cache_config(self.config.cache_config, ready.num_gpu_blocks)
         for stat_logger in self.recorder.loggers.values():
             stat_logger.info(type="cache_config", obj=facts)
