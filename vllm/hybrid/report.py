@@ -1,11 +1,12 @@
-"""What hybrid mode says about itself: log lines of the start, and the trace of allocations.
+"""What hybrid mode says about itself: log lines of the start, trace of allocations, statistics.
 
-Called by engine/core.py. Plain data in; writes to the log and decides nothing.
+Called by engine/core.py and engine/text_side.py. Plain data in; decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from vllm.cache_spec import KVCacheGroup, State
 from vllm.config.hybrid import HybridSettings
@@ -37,6 +38,28 @@ def log_start(
             group.block_bytes,
             unit,
         )
+
+
+def describe_settings(settings: HybridSettings) -> dict[str, Any]:
+    """Return the part of the statistics that does not change.
+
+    `mode` is "hybrid", "vanilla" (asked for) or "uniform" (the model has nothing to gain);
+    `layer_types` says of each type which layers it has, what they keep, and whether that is less
+    than the checkpoint was trained with.
+    """
+    if settings.policies is None:
+        return {"mode": "vanilla" if settings.is_vanilla else "uniform"}
+    types: dict[str, dict[str, Any]] = {}
+    for policy in settings.policies:
+        entry = types.setdefault(policy.kind, {"layers": [], "keeps": {}, "is_reduced": False})
+        entry["layers"].append(policy.layer)
+        entry["keeps"].setdefault(kind_name(policy.lifetime), []).append(policy.layer)
+        entry["is_reduced"] |= policy.is_reduced
+    for entry in types.values():
+        if len(entry["keeps"]) == 1:
+            entry["keeps"] = next(iter(entry["keeps"]))
+    reduced = [policy.layer for policy in settings.policies if policy.is_reduced]
+    return {"mode": "hybrid", "layer_types": types, "reduced_layers": reduced}
 
 
 class AllocationTrace:
