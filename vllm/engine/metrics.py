@@ -52,6 +52,8 @@ class Stats:
     n_requests: list[int] = field(default_factory=list)
     finished_reason_requests: list[str] = field(default_factory=list)
     spec_decode_metrics: None = None
+    fragmentation_sys: float = 0.0
+    blocks_by_group_sys: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def make_stats(engine: EngineStats, steps: IterationStats, num_preemptions: int) -> Stats:
@@ -72,6 +74,8 @@ def make_stats(engine: EngineStats, steps: IterationStats, num_preemptions: int)
         num_generation_tokens_requests=[r.num_generation_tokens for r in steps.finished],
         n_requests=[r.n for r in steps.finished],
         finished_reason_requests=[r.reason.value for r in steps.finished],
+        fragmentation_sys=engine.fragmentation,
+        blocks_by_group_sys=engine.blocks_by_group,
     )
 
 

@@ -32,6 +32,7 @@ _GAUGES = {
     "cpu_cache_usage_perc": "KV cache held on the CPU: always 0.",
     "gpu_prefix_cache_hit_rate": "Prompt tokens found in the prefix cache; -1 if it is off.",
     "cpu_prefix_cache_hit_rate": "Always -1: there is no cache of swapped blocks.",
+    "kv_cache_fragmentation": "Bytes of superblocks in use that lie in no block in use; 1 is all.",
     "spec_decode_draft_acceptance_rate": "Always 0: there is no speculative decoding.",
     "spec_decode_efficiency": "Always 0: there is no speculative decoding.",
     "avg_prompt_throughput_toks_per_s": "Prompt tokens a second. Deprecated: use the counter.",
@@ -84,6 +85,9 @@ class VllmMetrics:
         self._success = self._make(
             Counter, "request_success", "Requests that ended.", [*names, "finished_reason"]
         )
+        self._group_blocks = self._make(
+            Gauge, "kv_group_blocks", "Blocks of a cache group.", [*names, "group", "state"]
+        )
         tokens = make_count_buckets(max_model_len)
         histograms: dict[str, tuple[str, Any]] = {
             "time_to_first_token_seconds": ("Time to the first token.", _FIRST_TOKEN_S),
@@ -124,8 +128,12 @@ class VllmMetrics:
             ("cpu_cache_usage_perc", stats.cpu_cache_usage_sys),
             ("gpu_prefix_cache_hit_rate", stats.gpu_prefix_cache_hit_rate),
             ("cpu_prefix_cache_hit_rate", stats.cpu_prefix_cache_hit_rate),
+            ("kv_cache_fragmentation", stats.fragmentation_sys),
         ):
             self._gauges[name].set(value)
+        for group, blocks in stats.blocks_by_group_sys.items():
+            for state, count in blocks.items():
+                self._group_blocks.labels(**self._labels, group=group, state=state).set(count)
         for name, count in (
             ("num_preemptions", stats.num_preemption_iter),
             ("prompt_tokens", stats.num_prompt_tokens_iter),

@@ -8,6 +8,7 @@ waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import EngineConfig
@@ -29,6 +30,7 @@ from vllm.engine.open_request import OpenRequest
 from vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
 from vllm.engine.stats import EngineStats, make_engine_stats
 from vllm.errors import RequestError
+from vllm.hybrid.report import describe_settings
 from vllm.lora.request import LoRARequest
 from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.transformers_utils.detokenizer import TokenBytes
@@ -83,6 +85,7 @@ class TextSide:
         self._queue_time_s = 0.0
         self._num_queued = 0
         self._is_alive = True
+        self._hybrid = describe_settings(config.hybrid)
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -195,10 +198,11 @@ class TextSide:
         """Return a snapshot of now."""
         if self._ready is None:
             return EngineStats(scheduler_running=False)
-        return make_engine_stats(
+        stats = make_engine_stats(
             self._core_stats,
             self._ready,
             is_alive=self._is_alive,
             has_prefix_caching=self.config.cache_config.enable_prefix_caching,
             avg_queue_time_ms=1000 * self._queue_time_s / max(1, self._num_queued),
         )
+        return replace(stats, hybrid=self._hybrid)
