@@ -12,6 +12,7 @@ from tests.hybrid.models.checks import (
     check_ways_of_computing,
     make_driver,
 )
+from tests.hybrid.models.forgetting import check_hybrid_equals_vanilla
 from tests.hybrid.models.tiny import BASE, TinyCheckpoint, TinyRow, make_checkpoint
 from tests.models.compare import make_prompts
 
@@ -50,6 +51,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 def test_equals_transformers(checkpoint: TinyCheckpoint) -> None:
     check_against_transformers(checkpoint, ROW.prompt_lens)
+
+
+def test_caches_that_forget_give_the_same_bits(checkpoint: TinyCheckpoint) -> None:
+    check_hybrid_equals_vanilla(checkpoint, (1, 19, 20, 21, 70))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

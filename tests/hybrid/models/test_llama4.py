@@ -12,6 +12,7 @@ from tests.hybrid.models.checks import (
     check_ways_of_computing,
     make_driver,
 )
+from tests.hybrid.models.forgetting import check_hybrid_equals_vanilla
 from tests.hybrid.models.tiny import BASE, TinyCheckpoint, TinyRow, make_checkpoint
 from tests.models.compare import make_prompts, reference_logits
 from vllm.errors import ConfigError
@@ -68,6 +69,10 @@ def test_equals_transformers(checkpoint: TinyCheckpoint) -> None:
 def test_two_experts_a_token_without_norms(tmp_path_factory: pytest.TempPathFactory) -> None:
     made = make_checkpoint(TWO_EXPERTS, tmp_path_factory.mktemp("llama4_two"))
     check_against_transformers(made, (3, 60), num_tokens=16)
+
+
+def test_caches_that_forget_give_the_same_bits(checkpoint: TinyCheckpoint) -> None:
+    check_hybrid_equals_vanilla(checkpoint, (1, 23, 24, 25, 70))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
