@@ -78,6 +78,7 @@ def load_extension() -> None:
         _check_complete()
         torch.ops.load_library(str(_CPU_LIBRARY))
         ours, theirs = torch.ops._C.openmp_runtimes()
+        torch.ops._C.best_cpu_isa()  # raises if the processor cannot run the ops at all
     except (OSError, RuntimeError, AttributeError) as error:
         raise KernelError(
             f"the compiled ops {_CPU_LIBRARY} cannot be loaded: {error}. They were built with "
