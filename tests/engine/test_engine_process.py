@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -164,28 +165,45 @@ def test_a_start_that_fails_says_why(tiny_models: TinyModels, in_own_process: bo
 
 
 PARENT = """
-import sys, time
-from vllm import AsyncEngineArgs, AsyncLLMEngine
-from vllm.engine.client import ProcessCore
+import asyncio, sys, time
+from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 args = AsyncEngineArgs(model=sys.argv[1], dtype="float32", num_gpu_blocks_override=64)
-config = args.create_engine_config()
-core = ProcessCore(config)
-engine = AsyncLLMEngine(config, core)
-print(core.pid, "torch" in sys.modules, flush=True)
-time.sleep(60)
+engine = AsyncLLMEngine.from_engine_args(args, in_own_process=sys.argv[2] == "process")
+async def leave_in_the_middle():
+    params = SamplingParams(temperature=0, max_tokens=None)
+    await anext(engine.generate({"prompt_token_ids": [65]}, params, "r"))
+    print(engine._core.pid if sys.argv[2] == "process" else 0, "torch" in sys.modules, flush=True)
+    if sys.argv[3] == "stay":
+        time.sleep(60)
+    sys.exit(7)
+asyncio.run(leave_in_the_middle())
 """
 
 
-def test_the_engine_process_ends_with_its_parent(tiny_models: TinyModels) -> None:
+@pytest.mark.parametrize(
+    ("where", "then"), [("process", "stay"), ("process", "leave"), ("thread", "leave")]
+)
+def test_the_engine_ends_with_the_process_that_made_it(
+    tiny_models: TinyModels, tmp_path: Path, where: str, then: str
+) -> None:
+    """Killed while it runs, or left in the middle of a request: nothing stays behind."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tiny_models.loop())], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(tiny_models.loop()), where, then],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "VLLM_RPC_BASE_PATH": str(tmp_path)},
     )
     try:
         assert parent.stdout is not None
         pid, has_torch = parent.stdout.readline().split()
-        assert has_torch == "False", "the API process stays light"
-        assert not has_ended(int(pid))
+        if then == "stay":
+            assert has_torch == "False", "the API process stays light"
+            assert not has_ended(int(pid))
+            parent.kill()
+        assert parent.wait(30) == (-signal.SIGKILL if then == "stay" else 7)
     finally:
         parent.kill()
         parent.wait()
-    wait_for_end(int(pid), 5)
+    if where == "process":
+        wait_for_end(int(pid), 10)
+    assert list(tmp_path.iterdir()) == [], "no socket is left behind"

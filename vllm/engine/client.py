@@ -8,6 +8,7 @@ gone. Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import pickle
@@ -18,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -34,6 +34,7 @@ from vllm.engine.messages import (
     ReportMessage,
     Shutdown,
 )
+from vllm.engine.process_start import ProcessStart
 from vllm.errors import EngineDeadError
 from vllm.logger import init_logger
 
@@ -56,13 +57,14 @@ class ProcessCore:
 
     def __init__(self, config: EngineConfig) -> None:
         """Take the config; nothing is started yet."""
-        self._config = config
-        self._directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
+        self._start = ProcessStart(
+            config=config,
+            directory=tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH),
+            log_level=logging.getLogger("vllm").level,
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._input_address = f"ipc://{Path(self._directory) / 'input'}"
-        self._output_address = f"ipc://{Path(self._directory) / 'output'}"
-        self._inputs = self._bind(zmq.PUSH, self._input_address)
-        self._outputs = self._bind(zmq.PULL, self._output_address)
+        self._inputs = self._bind(zmq.PUSH, self._start.input_address)
+        self._outputs = self._bind(zmq.PULL, self._start.output_address)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ReportMessage).decode
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,10 +94,9 @@ class ProcessCore:
             env=envs.make_child_environment(),
         )
         assert self._process.stdin is not None
-        level = logging.getLogger("vllm").level
-        greeting = (self._config, self._input_address, self._output_address, level)
+        atexit.register(self.shutdown)
         with contextlib.suppress(BrokenPipeError):  # it has ended already: wait_ready says so
-            pickle.dump(greeting, self._process.stdin)
+            pickle.dump(self._start, self._process.stdin)
             self._process.stdin.flush()
 
     def wait_ready(self) -> EngineReady:
@@ -161,7 +162,8 @@ class ProcessCore:
                     process.stdin.close()
         self.detach()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._start.directory, ignore_errors=True)
+        atexit.unregister(self.shutdown)
 
     def _read_all(self) -> None:
         """Hand over every report that has arrived."""

@@ -7,6 +7,7 @@ are started, awaited and spoken to in the same way.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -78,6 +79,7 @@ class ThreadCore:
 
     def start(self) -> None:
         """See `CoreClient.start`."""
+        atexit.register(self.shutdown)  # a thread in the middle of a step would abort the process
         self._thread.start()
 
     def wait_ready(self) -> EngineReady:
@@ -110,6 +112,7 @@ class ThreadCore:
         self._inbox.put(Shutdown())
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
+            atexit.unregister(self.shutdown)
 
     def _run(self) -> None:
         try:

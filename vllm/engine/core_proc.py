@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -20,7 +21,8 @@ import zmq
 
 from vllm.engine.core import EngineCore
 from vllm.engine.core_loop import CoreLoop, describe_failure
-from vllm.engine.messages import ControlMessage, Heartbeat, ReportMessage
+from vllm.engine.messages import ControlMessage, EngineFailed, Heartbeat, ReportMessage
+from vllm.engine.process_start import ProcessStart
 from vllm.executor import make_executor
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
@@ -75,29 +77,30 @@ def run_engine_process() -> None:
     # running requests finish, then says when to stop. Ranks inherit this.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    config, input_address, output_address, log_level = pickle.load(sys.stdin.buffer)
-    logging.getLogger("vllm").setLevel(log_level)
-    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    start: ProcessStart = pickle.load(sys.stdin.buffer)
+    logging.getLogger("vllm").setLevel(start.log_level)
+    lifeline = threading.Thread(target=_die_with_parent, args=(start.directory,), daemon=True)
+    lifeline.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    reports = ReportSocket(context, output_address)
-    pulse = _Pulse(context, output_address)
+    reports = ReportSocket(context, start.output_address)
+    pulse = _Pulse(context, start.output_address)
     pulse.start()
     has_failed = False
 
     def send(report: ReportMessage) -> None:
         nonlocal has_failed
-        has_failed = has_failed or type(report).__name__ == "EngineFailed"
+        has_failed = has_failed or isinstance(report, EngineFailed)
         reports.send(report)
 
     try:
         load_general_plugins()
-        core = EngineCore(config, make_executor(config))
+        core = EngineCore(start.config, make_executor(start.config))
     except Exception as error:
         send(describe_failure(error))
     else:
         inputs = context.socket(zmq.PULL)
         inputs.setsockopt(zmq.RCVHWM, 0)
-        inputs.connect(input_address)
+        inputs.connect(start.input_address)
         loop = CoreLoop(core, SocketInbox(inputs), send)
         pulse.loop = loop
         send(core.ready)
@@ -134,8 +137,10 @@ class _Pulse(threading.Thread):
         self.join(2 * HEARTBEAT_S)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(directory: str) -> None:
+    """End this process, and what its parent can no longer remove, when stdin closes."""
     # Not through sys.stdin: the interpreter would wait for its lock when it ends, and abort.
     while os.read(0, 4096):
         pass
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
