@@ -40,6 +40,9 @@ COMMANDS = {
     "bench": Command(
         target=f"{_CLI}.bench:main", help="measure latency, throughput or a running server"
     ),
+    "hybrid": Command(
+        target=f"{_CLI}.hybrid:main", help="what the layers of a model keep, and what fits"
+    ),
     "collect-env": Command(
         target=f"{_CLI}.collect_env:main", help="check drivers, libraries and compiled ops"
     ),
