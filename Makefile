@@ -63,11 +63,13 @@ build: $(VENV)/.built
 models: $(VENV)/.smollm2 .models/.gemma3
 
 serve: $(VENV)/.built $(VENV)/.smollm2
+	@echo "Hybrid mode: $(VENV)/bin/vllm stats --url http://$(HOST):$(PORT)/v1 shows the groups."
 	@echo "Starting. When it is ready, try:"
 	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"$(NAME)\", \"max_tokens\": 64, \"messages\": [{\"role\": \"user\", \"content\": \"Name three colours.\"}]}'"
 	@exec $(VENV)/bin/vllm serve "$$($(PY) tools/real_models.py path smollm2)" \
-	  --host $(HOST) --port $(PORT) --served-model-name $(NAME) $(SERVE_ARGS)
+	  --host $(HOST) --port $(PORT) --served-model-name $(NAME) \
+	  --hybrid-mode true --hybrid-config examples/smollm2_hybrid.json $(SERVE_ARGS)
 
 test: $(VENV)/.built models
 	@$(PY) -m pytest -m "not gpu and not multi_gpu and not slow" $(TEST_ARGS)
