@@ -33,6 +33,7 @@ from vllm.engine.messages import (
 )
 from vllm.engine.structured_output import StructuredOutput
 from vllm.errors import ConfigError, RequestError
+from vllm.executor import make_executor
 from vllm.executor.abstract import Executor, RankReport
 from vllm.hybrid.grouping import group_layers
 from vllm.hybrid.report import AllocationTrace, log_start
@@ -245,6 +246,19 @@ class EngineCore:
     def _fail(self, failure: RequestFailure) -> None:
         self.abort(failure.request_id)
         self._failures.append(failure)
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    """Start the ranks that `config` asks for and make the core above them.
+
+    Raises: VllmError saying what cannot be loaded or does not fit; no rank is left behind then.
+    """
+    executor = make_executor(config)
+    try:
+        return EngineCore(config, executor)
+    except BaseException:
+        executor.shutdown()
+        raise
 
 
 def _describe(request_id: str, error: RequestError) -> RequestFailure:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from vllm.config import EngineConfig
-from vllm.engine.core import EngineCore
+from vllm.engine.core import EngineCore, make_core
 from vllm.engine.core_loop import CoreLoop, QueueInbox
 from vllm.engine.messages import ControlMessage, EngineReady, ReportMessage, Shutdown
 from vllm.errors import EngineDeadError, VllmError
-from vllm.executor import make_executor
 
 _STOP_S = 10.0
 
@@ -116,7 +115,7 @@ class ThreadCore:
 
     def _run(self) -> None:
         try:
-            self._core = EngineCore(self._config, make_executor(self._config))
+            self._core = make_core(self._config)
         except Exception as error:
             self._error = error
             return

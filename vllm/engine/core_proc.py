@@ -19,11 +19,10 @@ import time
 import msgspec
 import zmq
 
-from vllm.engine.core import EngineCore
+from vllm.engine.core import make_core
 from vllm.engine.core_loop import CoreLoop, describe_failure
 from vllm.engine.messages import ControlMessage, EngineFailed, Heartbeat, ReportMessage
 from vllm.engine.process_start import ProcessStart
-from vllm.executor import make_executor
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 
@@ -94,7 +93,7 @@ def run_engine_process() -> None:
 
     try:
         load_general_plugins()
-        core = EngineCore(start.config, make_executor(start.config))
+        core = make_core(start.config)
     except Exception as error:
         send(describe_failure(error))
     else:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 from vllm.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from vllm.config.engine import DecodingConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.core import EngineCore
+from vllm.engine.core import make_core
 from vllm.engine.metrics import StatLoggerBase, StatRecorder
 from vllm.engine.stats import EngineStats
 from vllm.engine.text_side import TextSide
 from vllm.errors import ConfigError, VllmError
-from vllm.executor import make_executor
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -55,7 +54,7 @@ class LLMEngine:
         self.engine_config = engine_config
         self.usage_context = usage_context
         self._text = TextSide(engine_config, without_torch=False, stat_loggers=stat_loggers)
-        self._core = EngineCore(engine_config, make_executor(engine_config))
+        self._core = make_core(engine_config)
         self._text.set_ready(self._core.ready)
         self._failures: dict[str, VllmError] = {}
 
