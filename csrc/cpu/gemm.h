@@ -242,9 +242,14 @@ struct Ahead {
   int64_t bytes = 0;
 };
 
+// Up to this many rows memory alone sets the pace, and the processor's own prefetchers, which see
+// one long stream, are a third faster without help.
+inline constexpr int64_t kStreamedRows = 5;
+
 // A prefetcher that is done when all tiles of a block are.
 template <typename T>
 VLLM_INLINE Prefetcher spread_over(Ahead ahead, int64_t rows, int64_t k) {
+  if (rows <= kStreamedRows) return Prefetcher{nullptr, nullptr, 0};
   constexpr int64_t kStepBytes = 16;  // of a row of x
   const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
   const int64_t steps = tiles * k * static_cast<int64_t>(sizeof(T)) / kStepBytes;
