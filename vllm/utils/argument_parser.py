@@ -54,7 +54,7 @@ class StoreBoolean(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Shows defaults, and switches without their optional value."""
+    """Shows defaults, and switches by the names that change something, without their value."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=100)
@@ -68,7 +68,9 @@ class _Formatter(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, StoreBoolean):
-            return ", ".join(action.option_strings)
+            is_off = action.default is False
+            names = action.option_strings
+            return ", ".join(n for n in names if not (is_off and n.startswith("--no-")))
         return super()._format_action_invocation(action)
 
     def add_usage(self, usage: str | None, *args: Any, **kwargs: Any) -> None:
