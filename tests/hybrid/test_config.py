@@ -79,7 +79,10 @@ def test_wrong_layers(tmp_path: Path, layers: Any, message: str) -> None:
     ("content", "message"),
     [
         ({"block_size_map": {"dense_head": 16}}, r"lists \[4\], modules after the 4 decoder"),
-        ({"kv_cache_ratio": {"dense_head": 0.5}}, r"lists \[4\].*kv_cache_ratio must be 0, not 0.5"),
+        (
+            {"kv_cache_ratio": {"dense_head": 0.5}},
+            r"lists \[4\].*kv_cache_ratio must be 0, not 0.5",
+        ),
         ({"block_size_map": {"flash3": 0}}, "layer 2 is of type 'flash3', which is given no cache"),
         ({"kv_cache_ratio": {"full": 0.0}}, "layer 0 is of type 'full', which is given no cache"),
         ({"block_size_map": {"full": 2000}}, "block size 2000; allowed: 0"),
@@ -189,7 +192,7 @@ def test_layers_without_a_cache_may_be_given_none(tmp_path: Path) -> None:
     settings = resolve(tmp_path, {"block_size_map": {"mlp": 0, "attention": 32}}, config)
     assert [p.lifetime for p in settings.policies or ()] == [State(), Nothing(), Full()]
     assert settings.block_size_map(16) == {"attention": 32}
-    with pytest.raises(ConfigError, match="layer 0 is of type 'mamba'.*keeps a state"):
+    with pytest.raises(ConfigError, match=r"layer 0 is of type 'mamba'.*keeps a state"):
         resolve(tmp_path, {"block_size_map": {"mamba": 0}}, config)
 
 

@@ -151,7 +151,7 @@ def test_gpu_kernels_are_replaced_on_a_cpu_or_refused_when_strict(
     assert len(warned) == 2
     assert any("layers 2-3" in w and "flashattn3" in w and "'cpu'" in w for w in warned)
     with (
-        pytest.raises(KernelError, match="layers 0-1 cannot have .*flashattn"),
+        pytest.raises(KernelError, match=r"layers 0-1 cannot have .*flashattn"),
         run_engine(directory, hybrid_config=file, hybrid_strict=True),
     ):
         pass
