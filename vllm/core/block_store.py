@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vllm.core.block.arena import ArenaShadow, SuperblockArena
-from vllm.core.eviction import choose_victims
+from vllm.core.eviction import choose_neighbours, choose_victims
 from vllm.core.prefix_index import ChainKey, PrefixEntry, PrefixIndex
 
 
@@ -53,7 +53,9 @@ class BlockStore:
     def find_room(self, needs: Sequence[int]) -> list[PrefixEntry] | None:
         """Return what to evict so that `needs` new blocks fit; None if they cannot."""
         if self.arena.fits(needs):
-            return []
+            if self.index is None or not self.arena.takes_last_superblocks(needs):
+                return []
+            return choose_neighbours(self.index, ArenaShadow(self.arena), needs)
         return choose_victims(self.index, ArenaShadow(self.arena), needs, ())
 
     def evict(self, entries: Iterable[PrefixEntry]) -> None:

@@ -60,3 +60,38 @@ def choose_victims(
             victims.append(entry)
             gone.add((entry.node.digest, entry.group))
     return victims
+
+
+def choose_neighbours(
+    index: PrefixIndex, shadow: ArenaShadow, needs: Sequence[int]
+) -> list[PrefixEntry]:
+    """Return cached entries to evict so that groups need not claim one of the last superblocks.
+
+    Only blocks beside held ones are taken: they are of no use to another group. Where that is not
+    enough, nothing is. Nothing is taken without which an entry that stays could not be reached.
+
+    Args:
+        index: what is cached.
+        shadow: consumed.
+        needs: new blocks of each group.
+    """
+    short = [shadow.lacks_slots(group, need) for group, need in enumerate(needs)]
+    taken: list[PrefixEntry] = []
+    needed: set[tuple[bytes, int]] = set()
+    for entry in index.victims(()):
+        group = entry.group
+        if (
+            not short[group]
+            or (entry.node.digest, group) in needed
+            or not all(shadow.is_shared(group, block) for block in entry.block_ids)
+        ):
+            if index.needs_parent(group):
+                needed.add((entry.node.parent, group))
+        else:
+            for block in entry.block_ids:
+                shadow.evict(group, block)
+            taken.append(entry)
+            short[group] = shadow.lacks_slots(group, needs[group])
+            if not any(short):
+                return taken
+    return []

@@ -8,6 +8,7 @@ It never decides what to evict: it answers what would fit, and does what it is t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 
 _NO_OWNER = -1
 
@@ -99,6 +100,16 @@ class SuperblockArena:
             if missing > 0:
                 superblocks += -(-missing // self.blocks_per_superblock[group])
         return superblocks <= len(self._free) + self.num_idle
+
+    def takes_last_superblocks(self, needs: Sequence[int]) -> bool:
+        """Whether `needs` would claim one of the last superblocks that several groups share.
+
+        The next newcomer may need one for a group that owns no free slot.
+        """
+        num_groups = len(self.num_free_slots)
+        if num_groups == 1 or len(self._free) > 2 * num_groups:
+            return False
+        return any(map(gt, needs, self.num_free_slots))
 
     def allocate(self, group: int) -> int:
         """Return a free block of a group with one reference.
@@ -261,6 +272,14 @@ class ArenaShadow:
         else:
             self._free_slots[group] -= 1
         self._counts[superblock] = (used + 1, held)
+
+    def lacks_slots(self, group: int, need: int) -> bool:
+        """Whether a group has less than `need` free slots in superblocks it owns."""
+        return need > self._free_slots[group]
+
+    def is_shared(self, group: int, block: int) -> bool:
+        """Whether a block lies in a superblock with a held one, which no eviction can empty."""
+        return self._look_up(group, block)[2] > 0
 
     def fits(self, needs: Sequence[int]) -> bool:
         """Whether new blocks can be had after what is supposed so far."""
