@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from vllm.cache_spec import Full, KVCacheGroup, LayerCacheSpec, Lifetime, Nothing, make_group
 from vllm.config.hybrid import HybridSettings
+from vllm.core.block.geometry import MAX_SUPERBLOCK_BYTES, MIN_SUPERBLOCKS, plan_superblocks
 from vllm.errors import ConfigError
 from vllm.hybrid.layer_kinds import kind_name
 
-MAX_STRIPE_BYTES = 64 << 20
+_MAX_MORE_STRIPES = 8
 
 
 def group_layers(
@@ -62,8 +63,8 @@ def group_layers(
             )
         is_alone = kinds.count(kind) == 1
         name = kind if is_alone else f"{kind}.{kind_name(lifetime)}"
-        groups += _stripe(name, owned, tokens)
-    return tuple(groups)
+        groups.append(make_group(name, owned, tokens))
+    return _stripe(groups, owners)
 
 
 def _check_uniform(owners: Sequence[LayerCacheSpec]) -> None:
@@ -75,14 +76,41 @@ def _check_uniform(owners: Sequence[LayerCacheSpec]) -> None:
         )
 
 
-def _stripe(name: str, specs: list[LayerCacheSpec], block_tokens: int) -> list[KVCacheGroup]:
-    """Cut a group whose block is larger than a superblock may be into subsets of its layers."""
-    whole = make_group(name, specs, block_tokens)
-    if whole.block_bytes <= MAX_STRIPE_BYTES or len(specs) == 1:
-        return [whole]
-    num_stripes = min(len(specs), -(-whole.block_bytes // MAX_STRIPE_BYTES))
+def _stripe(
+    groups: Sequence[KVCacheGroup], owners: Sequence[LayerCacheSpec]
+) -> tuple[KVCacheGroup, ...]:
+    """Cut states that are larger than a superblock may be into subsets of their layers.
+
+    Of the numbers of stripes from the least possible on, the first is taken with which a superblock
+    fits all groups; where none does, the one that wastes least.
+    """
+    if all(group.block_bytes <= MAX_SUPERBLOCK_BYTES for group in groups):
+        return tuple(groups)
+    best: tuple[KVCacheGroup, ...] = ()
+    least_waste = float("inf")
+    for more in range(_MAX_MORE_STRIPES):
+        striped: list[KVCacheGroup] = []
+        for group in groups:
+            least = -(-group.block_bytes // MAX_SUPERBLOCK_BYTES)
+            striped += _cut(group, owners, least + more if least > 1 else 1)
+        sizes = [group.block_bytes for group in striped]
+        geometry = plan_superblocks(sizes, MIN_SUPERBLOCKS * MAX_SUPERBLOCK_BYTES)
+        if geometry.within_limits:
+            return tuple(striped)
+        if max(geometry.waste) < least_waste:
+            best, least_waste = tuple(striped), max(geometry.waste)
+    return best
+
+
+def _cut(
+    group: KVCacheGroup, owners: Sequence[LayerCacheSpec], num_stripes: int
+) -> list[KVCacheGroup]:
+    specs = [spec for spec in owners if spec.layer in group.layers]
+    num_stripes = min(len(specs), num_stripes)
+    if num_stripes == 1:
+        return [group]
     bounds = [len(specs) * i // num_stripes for i in range(num_stripes + 1)]
     return [
-        make_group(f"{name}.{i}", specs[bounds[i] : bounds[i + 1]], block_tokens)
+        make_group(f"{group.name}.{i}", specs[bounds[i] : bounds[i + 1]], group.block_tokens)
         for i in range(num_stripes)
     ]
