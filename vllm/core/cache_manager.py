@@ -8,6 +8,7 @@ trace. It never preempts a sequence and knows no budget; block ids are its only 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 from vllm.cache_spec import CacheLayout, Full, KVCacheGroup
@@ -69,6 +70,9 @@ class CacheManager:
         self._store = BlockStore(self.arena, self._index)
         self._checkpoints = CheckpointKeeper(self._managers, self._store, grain)
         self.grain_tokens = grain
+        # Windows hold the old rows and the new ones in a step: shorter steps need less.
+        has_windows = any(m.is_positional and not m.needs_whole_prefix for m in self._managers)
+        self._least_chunk = grain if has_windows else sys.maxsize
         self._generation = 0
         self.no_blocks: NewBlocks = tuple([] for _ in groups)
         self.num_query_tokens = 0
@@ -117,8 +121,19 @@ class CacheManager:
         self.num_hit_tokens += hit.num_tokens
 
     def cut_chunk(self, cache: SequenceCache, num_computed: int, num_new: int) -> int:
-        """Return how many of `num_new` tokens to compute in one step, for a checkpoint's sake."""
-        return self._checkpoints.cut(cache, num_computed, num_new)
+        """Return how many of `num_new` tokens to compute in one step.
+
+        Less than all where a checkpoint is wanted, or where windows find room for a few at a time.
+        """
+        num_new = self._checkpoints.cut(cache, num_computed, num_new)
+        if self._least_chunk < num_new and cache.tables:
+            self._give_back_dead(cache, num_computed)
+            lens = [len(table) for table in cache.tables]
+            while num_new > self._least_chunk and not self.arena.fits_after_eviction(
+                count_fresh(self._managers, lens, num_computed, num_new)
+            ):
+                num_new = max(self._least_chunk, num_new // 2)
+        return num_new
 
     def growth_blocks(self, num_tokens: int) -> list[int]:
         """Return, for each group, blocks enough for `num_tokens` more tokens in all."""
@@ -135,15 +150,19 @@ class CacheManager:
         reserve: Sequence[int],
     ) -> Admission | None:
         """Find room for a new sequence, as `core/placement.py` says; nothing changes."""
-        demand = AdmissionDemand(
-            hit=hit,
-            num_new=num_new,
-            goal_tokens=goal_tokens,
-            max_chunk=max_chunk,
-            reserve=reserve,
-            wish=self._checkpoints.make_first_wish(cache, hit.num_tokens, num_new),
-        )
-        return plan_admission(self._managers, self.arena, self._index, demand)
+        while True:
+            demand = AdmissionDemand(
+                hit=hit,
+                num_new=num_new,
+                goal_tokens=goal_tokens,
+                max_chunk=min(max_chunk, self._least_chunk),
+                reserve=reserve,
+                wish=self._checkpoints.make_first_wish(cache, hit.num_tokens, num_new),
+            )
+            admission = plan_admission(self._managers, self.arena, self._index, demand)
+            if admission is not None or num_new <= self._least_chunk:
+                return admission
+            num_new = max(self._least_chunk, num_new // 2)
 
     def commit_admission(
         self, cache: SequenceCache, admission: Admission, *, may_publish: bool = True
