@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +127,8 @@ def test_the_file_may_name_layers_and_wins_over_the_checkpoint(tmp_path: Path) -
 
 
 def test_a_window_of_the_checkpoint_wins_over_a_ratio(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     settings = resolve(
         tmp_path, {"kv_cache_ratio": {"flash3": 0.5}}, {**QWEN2, **SLIDING}, max_model_len=999
     )

@@ -68,10 +68,8 @@ def test_vanilla_is_one_uniform_cache_with_the_same_answers(native: Any) -> None
 @pytest.mark.parametrize("kernel", ["cpu", "torch"])
 def test_each_type_has_its_blocks_and_its_kernel(
     qwen2: Any, kernel: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     directory, model = qwen2
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     file = write_json(
         tmp_path / "hybrid.json",
         {
@@ -122,10 +120,9 @@ def test_a_ratio_is_a_window_with_sinks(
 
 
 def test_a_reduced_layer_is_warned_about_once(
-    qwen2: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    qwen2: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory, _ = qwen2
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     file = write_json(tmp_path / "h.json", {"kv_cache_ratio": {"flash3": 0.11}})
     for _ in range(2):
         with run_engine(directory, hybrid_config=file) as engine:
@@ -137,10 +134,9 @@ def test_a_reduced_layer_is_warned_about_once(
 
 
 def test_gpu_kernels_are_replaced_on_a_cpu_or_refused_when_strict(
-    qwen2: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    qwen2: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory, _ = qwen2
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     file = write_json(
         tmp_path / "h.json", {"layer_impl_map": {"full": "flashattn", "flash3": "flashattn3"}}
     )
@@ -158,11 +154,8 @@ def test_gpu_kernels_are_replaced_on_a_cpu_or_refused_when_strict(
 
 
 @pytest.mark.parametrize("level", ["off", "info", "debug"])
-def test_trace_levels(
-    qwen2: Any, level: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trace_levels(qwen2: Any, level: str, caplog: pytest.LogCaptureFixture) -> None:
     directory, _ = qwen2
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with (
         caplog.at_level(logging.INFO, "vllm"),
         run_engine(directory, hybrid_mode=True, trace_level=level) as engine,
