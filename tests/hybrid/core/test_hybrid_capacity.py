@@ -1,4 +1,4 @@
-"""What hybrid caches hold: superblock waste, capacity that is really run, arenas used to the full."""
+"""What hybrid caches hold: superblock waste, capacity that is really run, arenas that are full."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ from tests.core.test_random_schedules import (
     draw_request,
 )
 from tests.hybrid.core.shapes import draw_groups
+from tests.hybrid.core.test_eviction_order import check_order
 from vllm.core.block.table import make_block_managers
 from vllm.core.need import count_superblocks, peak_blocks
 from vllm.errors import RequestError
-from vllm.sequence import Sequence, SequenceRequest, SequenceStatus
+from vllm.sequence import NO_BLOCK, Sequence, SequenceRequest, SequenceStatus
 
 NUM_SEEDS = 150
 NUM_SLOW_SEEDS = 3000
@@ -67,6 +68,19 @@ def list_others(harness: Harness, sequences: list[Sequence]) -> list[tuple[int, 
     ]
 
 
+def check_exact_need(harness: Harness) -> None:
+    """Rows that keep nothing for a checkpoint hold exactly what the one function of need says."""
+    by_id = {s.seq_id: s for s in harness.scheduler._roster.running}
+    for row in harness.plans[-1].rows if harness.plans else ():
+        sequence = by_id.get(row.seq_id)
+        if sequence is None or sequence.cache.trail.kept_until:
+            continue
+        n, q = row.num_computed_tokens, row.num_new_tokens
+        for manager, table in zip(harness.cache._managers, sequence.cache.tables, strict=True):
+            held = sum(block != NO_BLOCK for block in table)
+            assert held == manager.need(n, q), (n, q, table, manager.group.lifetime)
+
+
 def run_random_schedule(seed: int) -> int:
     """Run one random schedule; return its number of steps."""
     rng = random.Random(seed)
@@ -87,6 +101,8 @@ def run_random_schedule(seed: int) -> int:
         ]
         states = [s for state in scheduler._roster.requests.values() for s in state.sequences]
         check_scheduler(harness, ended, list_others(harness, [*states, *ended]))
+        check_order(harness.cache)
+        check_exact_need(harness)
 
     for _ in range(rng.randint(20, 60)):
         for _ in range(rng.choice([0, 0, 1, 2])):
