@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from vllm.cache_spec import KVCacheGroup
 from vllm.core.block.abstract import BlockManager
+from vllm.core.eviction_order import EvictionOrder
 from vllm.sequence import NO_BLOCK
 
 ChainKey = tuple[bytes, bytes]
@@ -154,6 +155,7 @@ class PrefixIndex:
         self._nodes: dict[bytes, PrefixNode] = {}
         self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
         self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
+        self._order = EvictionOrder(managers)
 
     def extend_chain(
         self, chain: list[ChainKey], token_ids: Sequence[int], num_grains: int, salt: str
@@ -240,7 +242,9 @@ class PrefixIndex:
         if node is None:
             node = PrefixNode(digest, parent, tokens, len(self._managers))
             self._nodes[digest] = node
+            self._order.note_node(self._nodes.get(parent), node)
         entry = node.entries[group] = PrefixEntry(node, group, table)
+        self._order.note_change(node)
         entry_of = self._entry_of[group]
         for block in entry.block_ids:
             entry_of[block] = entry
@@ -286,6 +290,7 @@ class PrefixIndex:
         entry = self._entry_of[group][block]
         if entry.num_held == 0:
             del self._evictable[entry]
+            self._order.note_kept(entry)
         entry.num_held += 1
 
     def note_released(self, group: int, block: int) -> bool:
@@ -296,6 +301,7 @@ class PrefixIndex:
         entry.num_held -= 1
         if entry.num_held == 0:
             self._evictable[entry] = None
+            self._order.note_evictable(entry)
         return True
 
     def touch(self, digest: bytes) -> None:
@@ -309,8 +315,12 @@ class PrefixIndex:
 
     def victims(self, protected: Container[PrefixEntry]) -> Iterator[PrefixEntry]:
         """Yield evictable entries in the order in which they should go, except `protected` ones."""
-        for entry in self._evictable:
+        order = self._order
+        for entry in order.first_victims():
             if entry not in protected:
+                yield entry
+        for entry in self._evictable:
+            if entry not in protected and not order.comes_first(entry):
                 yield entry
 
     def evict(self, entry: PrefixEntry) -> None:
@@ -322,6 +332,7 @@ class PrefixIndex:
         """Forget and return everything; the caller frees blocks that nobody holds."""
         entries = [e for node in self._nodes.values() for e in node.entries if e is not None]
         self._evictable.clear()
+        self._order.clear()
         self._nodes.clear()
         for entry_of in self._entry_of:
             entry_of.clear()
@@ -333,8 +344,12 @@ class PrefixIndex:
             del entry_of[block]
         node = entry.node
         node.entries[entry.group] = None
-        if not any(node.entries):
-            del self._nodes[node.digest]
+        self._order.note_kept(entry)
+        if any(node.entries):
+            self._order.note_change(node)
+            return
+        del self._nodes[node.digest]
+        self._order.note_gone_node(self._nodes.get(node.parent), node)
 
     def _root(self, salt: str) -> bytes:
         root = self._roots.get(salt)
