@@ -220,6 +220,19 @@ def test_ids_must_differ(engine: AsyncLLMEngine, run) -> None:
     run(go())
 
 
+def test_an_id_is_free_again_at_once(engine: AsyncLLMEngine, run) -> None:
+    async def go() -> None:
+        for _ in range(20):
+            stream = engine.generate(LONG, greedy(max_tokens=None), "same")
+            await anext(stream)
+            await stream.aclose()
+            outputs = await collect(engine.generate("ABC", greedy(), "same"))
+            assert "".join(o.outputs[0].text for o in outputs) == "DEFGHIJK"
+        await until_idle(engine)
+
+    run(go())
+
+
 def test_structured_output(engine: AsyncLLMEngine, run) -> None:
     async def go() -> None:
         jobs = [

@@ -299,6 +299,23 @@ def test_ids_are_unique() -> None:
         run.processor.add(INPUTS.process("r", "A", SamplingParams()))
 
 
+def test_late_results_never_meet_a_later_request_of_the_same_name() -> None:
+    processor = OutputProcessor(TABLE)
+    params = SamplingParams(max_tokens=9, output_kind=RequestOutputKind.DELTA)
+
+    def late(engine_id: str) -> ProcessedOutputs:
+        result = SequenceResult(request_id=engine_id, branch=0, token_ids=[65])
+        return processor.process(EngineOutputs(results=[result], stats=CoreStats(), time_s=1.0))
+
+    processor.add(INPUTS.process("r", "A", params, engine_id="r#1"))
+    assert [o.request_id for o in late("r#1").outputs] == ["r"]
+    assert processor.abort(["r"]).messages == [AbortRequests(request_ids=["r#1"])]
+    processor.add(INPUTS.process("r", "A", params, engine_id="r#2"))
+    assert late("r#1").outputs == []
+    assert late("r#2").outputs[0].outputs[0].token_ids == [65]
+    assert "r" in processor
+
+
 def test_no_text_where_none_is_wanted() -> None:
     run = Run(detokenize=False, logprobs=0)
     run.token(65, logprobs=[TokenLogprobs(token_ids=[65], logprobs=[0.0], rank=1)])

@@ -19,7 +19,7 @@ from vllm.engine.async_beam_search import make_step_params, run_beam_search
 from vllm.engine.client import ProcessCore
 from vllm.engine.configured import ConfiguredEngine
 from vllm.engine.core_client import CoreClient, ThreadCore
-from vllm.engine.messages import AbortRequests, EngineFailed, EngineOutputs, ReportMessage
+from vllm.engine.messages import EngineFailed, EngineOutputs, ReportMessage
 from vllm.engine.metrics import StatLoggerBase
 from vllm.engine.output_processor import ProcessedOutputs
 from vllm.engine.request_stream import RequestStream
@@ -82,7 +82,10 @@ class AsyncLLMEngine(ConfiguredEngine):
         core.start()
         try:
             self._text = TextSide(
-                engine_config, without_torch=not core.takes_callables, stat_loggers=stat_loggers
+                engine_config,
+                without_torch=not core.takes_callables,
+                is_remote=True,
+                stat_loggers=stat_loggers,
             )
             self._text.set_ready(core.wait_ready())
         except BaseException:  # Ctrl-C as well: no process may be left behind
@@ -232,8 +235,7 @@ class AsyncLLMEngine(ConfiguredEngine):
         request_id = stream.request_id
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self._text.abort([request_id])
-            self._core.send(AbortRequests(request_ids=[request_id]))
+            self._deliver(self._text.abort([request_id]))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its consumer gets a last output with finish reason "abort".
@@ -243,7 +245,6 @@ class AsyncLLMEngine(ConfiguredEngine):
         self._bind()
         self._raise_cause()
         if request_id in self._streams:
-            self._core.send(AbortRequests(request_ids=[request_id]))
             self._deliver(self._text.abort([request_id]))
             stream = self._streams.pop(request_id, None)
             if stream is not None:

@@ -281,13 +281,15 @@ def _make_ready(
     groups: list[GroupUsage],
 ) -> EngineReady:
     first = layout.groups[0]
+    is_uniform = len(layout.groups) == 1
+    num_tokens = layout.num_superblocks * first.blocks_per_superblock * first.block_tokens
     return EngineReady(
         kernels=[
             LayerKernelReport(layer=k.layer, kernel=k.kernel, note=k.note)
             for k in reports[0].kernels
         ],
         groups=groups,
-        num_cache_tokens=layout.num_superblocks * first.blocks_per_superblock * first.block_tokens,
+        num_cache_tokens=num_tokens if is_uniform else capacity.tokens_at_max_len,
         num_gpu_blocks=layout.num_superblocks * first.blocks_per_superblock,
         block_tokens=first.block_tokens,
         cache_bytes=capacity.arena_bytes,

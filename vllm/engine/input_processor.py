@@ -35,11 +35,13 @@ class ProcessedRequest:
     """A request, ready for both sides.
 
     Attributes:
+        request_id: the caller's; the engine side may know the request by another.
         message: what the engine side gets.
         prompt: text of the prompt, None when it was given as ids.
         params: a copy of the caller's, which stays as it was.
     """
 
+    request_id: str
     message: AddRequest
     prompt: str | None
     params: SamplingParams
@@ -82,8 +84,17 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        engine_id: str | None = None,
     ) -> ProcessedRequest:
         """Check a request and turn it into messages.
+
+        Args:
+            request_id: the caller's id.
+            prompt: text or ids.
+            params: SamplingParams.
+            priority: smaller is earlier.
+            arrival_time: seconds since the epoch; now if unset.
+            engine_id: the engine side's id, if another.
 
         Raises:
             RequestError: a field cannot be served; `param` names it.
@@ -109,7 +120,7 @@ class InputProcessor:
         sampling = self._row_sampling(params, end_ids, has_grammar=grammar is not None)
         processors = tuple(params.logits_processors or ())
         request = SequenceRequest(
-            request_id=request_id,
+            request_id=engine_id or request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
             n=params.num_branches,
@@ -123,7 +134,10 @@ class InputProcessor:
             logits_processors=processors,
         )
         return ProcessedRequest(
-            message=AddRequest(request=request, grammar=grammar), prompt=parsed.text, params=params
+            request_id=request_id,
+            message=AddRequest(request=request, grammar=grammar),
+            prompt=parsed.text,
+            params=params,
         )
 
     def check_prompt(self, token_ids: list[int]) -> None:

@@ -53,7 +53,9 @@ class LLMEngine:
         """
         self.engine_config = engine_config
         self.usage_context = usage_context
-        self._text = TextSide(engine_config, without_torch=False, stat_loggers=stat_loggers)
+        self._text = TextSide(
+            engine_config, without_torch=False, is_remote=False, stat_loggers=stat_loggers
+        )
         self._core = make_core(engine_config)
         self._text.set_ready(self._core.ready)
         self._failures: dict[str, VllmError] = {}
@@ -121,9 +123,8 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests; unknown ids are ignored, no output follows."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        for one in ids:
-            self._core.abort(one)
-        self._text.abort(ids)
+        for message in self._text.abort(ids).messages:
+            self._core.handle(message)
 
     def step(self) -> list[RequestOutput]:
         """Take one step and return the outputs that are due.

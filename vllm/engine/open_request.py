@@ -36,7 +36,7 @@ class OpenRequest:
             table: bytes of the tokenizer's ids; None without a tokenizer.
         """
         request = processed.request
-        self.request_id = request.request_id
+        self.request_id = processed.request_id
         self.prompt = processed.prompt
         self.prompt_token_ids = request.prompt_token_ids
         self.params = processed.params

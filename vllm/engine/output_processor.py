@@ -50,33 +50,42 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """The open requests of one engine, by id."""
+    """The open requests of one engine.
+
+    The engine side may know a request by another id than its caller does, so that results which are
+    still on their way never meet a later request of the same name.
+    """
 
     def __init__(self, table: TokenBytes | None) -> None:
         """Take the bytes of the tokenizer's ids; None makes no text."""
         self._table = table
-        self._requests: dict[str, OpenRequest] = {}
+        self._requests: dict[str, OpenRequest] = {}  # by the engine side's id
+        self._engine_ids: dict[str, str] = {}  # by the caller's
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
+        return request_id in self._engine_ids
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Ids of the open requests, oldest first."""
-        return list(self._requests)
-
     def add(self, processed: ProcessedRequest) -> OpenRequest:
         """Open a request; KeyError if its id is open already."""
-        request_id = processed.request.request_id
-        if request_id in self._requests:
+        request_id = processed.request_id
+        if request_id in self._engine_ids:
             raise KeyError(
                 f"request {request_id!r} is running already; give each request its own id"
             )
         request = OpenRequest(processed, self._table)
-        self._requests[request_id] = request
+        engine_id = processed.request.request_id
+        self._requests[engine_id] = request
+        self._engine_ids[request_id] = engine_id
+        return request
+
+    def _take(self, engine_id: str) -> OpenRequest | None:
+        """Close a request and return it."""
+        request = self._requests.pop(engine_id, None)
+        if request is not None:
+            del self._engine_ids[request.request_id]
         return request
 
     def process(self, outputs: EngineOutputs) -> ProcessedOutputs:
@@ -102,7 +111,7 @@ class OutputProcessor:
         return done
 
     def _fail(self, failure: RequestFailure, done: ProcessedOutputs) -> None:
-        request = self._requests.pop(failure.request_id, None)
+        request = self._take(failure.request_id)
         if request is None:
             return
         request.end(FinishReason.ERROR)
@@ -113,7 +122,7 @@ class OutputProcessor:
         output = request.make_output(list(range(len(request.answers))))
         assert output is not None, "a request that has ended always has a last output"
         done.failures.append(
-            FailedRequest(request_id=failure.request_id, error=error, output=output)
+            FailedRequest(request_id=request.request_id, error=error, output=output)
         )
         done.messages.append(AbortRequests(request_ids=[failure.request_id]))
 
@@ -124,13 +133,13 @@ class OutputProcessor:
         done: ProcessedOutputs,
     ) -> None:
         finished: set[str] = set()
-        for request_id, branches in touched.items():
-            request = self._requests.get(request_id)
+        for engine_id, branches in touched.items():
+            request = self._requests.get(engine_id)
             if request is None:
                 continue  # failed in this very step
             if request.is_finished:
-                finished.add(request_id)
-                del self._requests[request_id]
+                finished.add(engine_id)
+                self._take(engine_id)
                 done.stats.finished.append(request.describe_end())
             output = request.make_output(branches)
             if output is not None:
@@ -145,12 +154,17 @@ class OutputProcessor:
             done.messages.append(EndBranches(branches=single))
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
-        """Close requests; their last output has finish reason "abort". Unknown ids are ignored."""
+        """Close requests by the caller's ids; their last output has finish reason "abort".
+
+        Unknown ids are ignored. The messages tell the engine side.
+        """
         done = ProcessedOutputs()
         for request_id in request_ids:
-            request = self._requests.pop(request_id, None)
-            if request is None:
+            engine_id = self._engine_ids.get(request_id)
+            request = None if engine_id is None else self._take(engine_id)
+            if request is None or engine_id is None:
                 continue
+            done.messages.append(AbortRequests(request_ids=[engine_id]))
             running = [a.index for a in request.answers if a.finish_reason is None]
             request.end(FinishReason.ABORT)
             done.stats.finished.append(request.describe_end())

@@ -35,6 +35,7 @@ from vllm.lora.request import LoRARequest
 from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.transformers_utils.detokenizer import TokenBytes
 from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils import Counter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,7 @@ class TextSide:
         config: EngineConfig,
         *,
         without_torch: bool,
+        is_remote: bool,
         stat_loggers: dict[str, StatLoggerBase] | None = None,
     ) -> None:
         """Load the tokenizer.
@@ -61,6 +63,7 @@ class TextSide:
         Args:
             config: of the engine.
             without_torch: keep torch out of this process.
+            is_remote: whether results may come late, after their request was closed here.
             stat_loggers: instead of the log and Prometheus.
         """
         self.config = config
@@ -85,6 +88,8 @@ class TextSide:
         self._queue_time_s = 0.0
         self._num_queued = 0
         self._is_alive = True
+        self._is_remote = is_remote
+        self._counter = Counter()
         self._hybrid = describe_settings(config.hybrid)
         self.set_tokenizer(tokenizer)
 
@@ -142,7 +147,12 @@ class TextSide:
                 f"request {request_id!r} is running already; give each request its own id"
             )
         processed = self.inputs.process(
-            request_id, prompt, params, priority=priority, arrival_time=arrival_time
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival_time=arrival_time,
+            engine_id=f"{request_id}#{next(self._counter)}" if self._is_remote else None,
         )
         if processed.request.logits_processors and not takes_callables:
             raise RequestError(
