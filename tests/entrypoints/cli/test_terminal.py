@@ -123,7 +123,8 @@ def test_table_of_stats() -> None:
                     "10": {"kernel": "torch", "note": "cpu: head size"},
                     "2": {"kernel": "cpu", "note": ""},
                 },
-                "startup": {"cache_bytes": 5},
+                "cache_groups": {"full": {"layers": [0, 1, 2, 5], "waste": 0.25}},
+                "startup": {"cache_bytes": 5, "nested": {"a": {"b": 1}}},
             }
         )
     )
@@ -134,3 +135,5 @@ def test_table_of_stats() -> None:
     assert any(line.split() == ["0-2", "cpu"] for line in lines)
     assert any(line.startswith("10 ") and "(cpu: head size)" in line for line in lines)
     assert any(line.split() == ["cache_bytes", "5"] for line in lines)
+    assert any(line.split() == ["full", "0-2,5", "0.25"] for line in lines)
+    assert any(line.split() == ["a", "1"] for line in lines)

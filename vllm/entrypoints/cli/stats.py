@@ -67,8 +67,34 @@ def format_stats(stats: Mapping[str, Any]) -> Iterator[str]:
     for name, value in nested.items():
         yield ""
         yield f"{name}:"
+        if _is_table(value):
+            yield from _format_rows(value)
+            continue
+        tables = {key: inner for key, inner in value.items() if _is_table(inner)}
         for key, inner in value.items():
-            yield f"  {key:<{width}}  {_format_value(inner)}"
+            if key not in tables:
+                yield f"  {key:<{width}}  {_format_value(inner)}"
+        for key, inner in tables.items():
+            yield f"  {key}:"
+            yield from _format_rows(inner)
+
+
+def _is_table(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(row, dict) for row in value.values())
+    )
+
+
+def _format_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table with one line for each entry; columns are as wide as what stands in them."""
+    columns = list(next(iter(rows.values())))
+    lines = [["", *columns]]
+    lines += [[key, *(_format_value(row.get(c, "")) for c in columns)] for key, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  " + "  ".join(f"{x:<{w}}" for x, w in zip(line, widths, strict=True)).rstrip()
 
 
 def _format_kernels(kernels: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -85,4 +111,15 @@ def _format_kernels(kernels: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 def _format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, list) and len(value) > 1 and all(type(item) is int for item in value):
+        return _format_ranges(value)
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Write [0, 1, 2, 5] as "0-2,5"."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return ",".join(parts)
