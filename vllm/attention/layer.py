@@ -103,15 +103,15 @@ class Attention(nn.Module):
             kind: name of the layer type.
             layer_impl: kernel that the user wants for this layer, or None.
         """
-        mask: dict[str, int] = {}
         if isinstance(lifetime, Window):
             window = min(self.params.window or lifetime.tokens, lifetime.tokens)
-            mask = {"window": window, "sink_tokens": lifetime.sinks}
+            sinks = lifetime.sinks
+            self.params = replace(self.params, window=window, sink_tokens=sinks)
+            self.query = replace(self.query, window=window, sink_tokens=sinks)
         elif isinstance(lifetime, Chunk):
-            mask = {"chunk_tokens": lifetime.tokens}
+            self.params = replace(self.params, chunk_tokens=lifetime.tokens)
+            self.query = replace(self.query, chunk_tokens=lifetime.tokens)
         self.spec = replace(self.spec, lifetime=lifetime, kind=kind)
-        self.params = replace(self.params, **mask)
-        self.query = replace(self.query, **mask)
         self.layer_impl = layer_impl or self.layer_impl
 
     def bind(self, kernel: str) -> None:
