@@ -48,7 +48,8 @@ def describe_settings(settings: HybridSettings) -> dict[str, Any]:
     than the checkpoint was trained with.
     """
     if settings.policies is None:
-        return {"mode": "vanilla" if settings.is_vanilla else "uniform"}
+        mode = "vanilla" if settings.is_vanilla else "uniform"
+        return {"mode": mode, "layer_types": {}, "reduced_layers": []}
     types: dict[str, dict[str, Any]] = {}
     for policy in settings.policies:
         entry = types.setdefault(policy.kind, {"layers": [], "keeps": {}, "is_reduced": False})

@@ -106,7 +106,7 @@ def describe_layers(config: EngineConfig, specs: Sequence[LayerCacheSpec]) -> di
     """Return the layers of a model and their bytes on one rank, for JSON."""
     policies = config.hybrid.policies or ()
     cached = {spec.layer: spec for spec in specs}
-    layers = []
+    layers: list[dict[str, Any]] = []
     for policy in policies:
         spec = cached.get(policy.layer)
         layers.append(
@@ -128,8 +128,8 @@ def describe_layers(config: EngineConfig, specs: Sequence[LayerCacheSpec]) -> di
         "dtype": config.model_config.dtype.value,
         "max_model_len": config.model_config.max_model_len,
         "num_layers": len(layers),
-        "bytes_per_token": sum(int(entry["bytes_per_token"] or 0) for entry in layers),
-        "bytes_per_sequence": sum(int(entry["bytes_per_sequence"] or 0) for entry in layers),
+        "bytes_per_token": sum(entry["bytes_per_token"] for entry in layers),
+        "bytes_per_sequence": sum(entry["bytes_per_sequence"] for entry in layers),
         "layers": layers,
     }
 
