@@ -39,8 +39,9 @@ def causal_conv1d(
         bias_C: [C] or None.
         state: [units, C, K - 1], dtype of `x_TC`, contiguous in C: the last K - 1 inputs, oldest
             first.
-        state_offsets, num_computed: int32 [B].
+        state_offsets: int32 [B], the unit of each row's state.
         cu_query_lens: int32 [B + 1].
+        num_computed: int32 [B], tokens before this step.
         silu: whether the sum, rounded to the dtype, passes through x * sigmoid(x).
 
     Raises:
@@ -67,9 +68,12 @@ def delta_rule_gates(
     g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b).
 
     Args:
-        g_TH, beta_TH: float32 [T, H], contiguous.
-        a_TH, b_TH: float32 or bfloat16 [T, H], contiguous in H.
-        a_log_H, dt_bias_H: float32 [H].
+        g_TH: float32 [T, H], contiguous.
+        beta_TH: like `g_TH`.
+        a_TH: float32 or bfloat16 [T, H], contiguous in H.
+        b_TH: like `a_TH`.
+        a_log_H: float32 [H].
+        dt_bias_H: float32 [H].
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
@@ -95,14 +99,16 @@ def gated_delta_rule(
 
     Args:
         out_THV: like `v_THV`.
-        q_THK, k_THK: float32 or bfloat16 [T, Hk, K], contiguous in K; each of the Hk heads serves
-            Hv / Hk neighbouring heads of `v_THV`. K is at most 256.
+        q_THK: float32 or bfloat16 [T, Hk, K], contiguous in K; each of the Hk heads serves Hv / Hk
+            neighbouring heads of `v_THV`. K is at most 256.
+        k_THK: like `q_THK`.
         v_THV: [T, Hv, V], same dtype, contiguous in V.
         g_TH: float32 [T, Hv], logarithm of the decay, at most 0; contiguous.
         beta_TH: float32 [T, Hv], contiguous.
         state: float32 [units, Hv, K, V], each unit contiguous.
-        state_offsets, num_computed: int32 [B].
+        state_offsets: int32 [B], the unit of each row's state.
         cu_query_lens: int32 [B + 1].
+        num_computed: int32 [B], tokens before this step.
         scale: factor of the queries.
         l2norm: whether queries and keys are first divided by sqrt(sum of squares + 1e-6).
 
@@ -154,12 +160,17 @@ def mamba2_scan(
         x_THP: float32 or bfloat16 [T, H, P], contiguous in P.
         dt_TH: [T, H], dtype of `x_THP`, contiguous in H.
         A_H: float32 [H], negative.
-        B_TGN, C_TGN: [T, G, N], dtype of `x_THP`, contiguous in N; each group serves H / G
-            neighbouring heads.
-        D_H, dt_bias_H: float32 [H] or None.
+        B_TGN: [T, G, N], dtype of `x_THP`, contiguous in N; each group serves H / G neighbouring
+            heads.
+        C_TGN: like `B_TGN`.
+        D_H: float32 [H] or None.
+        dt_bias_H: float32 [H] or None.
         state: float32 [units, H, P, N], each unit contiguous.
-        state_offsets, num_computed: int32 [B].
+        state_offsets: int32 [B], the unit of each row's state.
         cu_query_lens: int32 [B + 1].
+        num_computed: int32 [B], tokens before this step.
+        dt_min: least time step.
+        dt_max: greatest time step.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype, or an offset lies outside.
@@ -199,7 +210,8 @@ def gated_rms_norm(
 
     Args:
         out_TC: like `x_TC`; may be `x_TC` itself.
-        x_TC, gate_TC: float32 or bfloat16 [T, C], contiguous in C.
+        x_TC: float32 or bfloat16 [T, C], contiguous in C.
+        gate_TC: like `x_TC`.
         weight: dtype of `x_TC`, [C], or [group_size] for all groups alike.
         epsilon: added to the mean square.
         group_size: channels that are normed together; divides C.

@@ -74,10 +74,10 @@ def gated_delta_rule(
     q_THK, k_THK = (x.repeat_interleave(share, 1) for x in (q_THK * scale, k_THK))
     for begin, end, state_HKV in _rows(state, state_offsets, cu_query_lens, num_computed):
         for t in range(begin, end):
-            state_HKV *= g_TH[t].exp()[:, None, None]
+            state_HKV.mul_(g_TH[t].exp()[:, None, None])
             predicted_HV = torch.einsum("hkv,hk->hv", state_HKV, k_THK[t])
             change_HV = (v_THV[t].float() - predicted_HV) * beta_TH[t][:, None]
-            state_HKV += k_THK[t][:, :, None] * change_HV[:, None, :]
+            state_HKV.add_(k_THK[t][:, :, None] * change_HV[:, None, :])
             out_THV[t] = torch.einsum("hkv,hk->hv", state_HKV, q_THK[t]).to(out_THV.dtype)
 
 
@@ -108,9 +108,9 @@ def mamba2_scan(
     B_THN, C_THN = (x.float().repeat_interleave(share, 1) for x in (B_TGN, C_TGN))
     for begin, end, state_HPN in _rows(state, state_offsets, cu_query_lens, num_computed):
         for t in range(begin, end):
-            state_HPN *= (dt_TH[t] * A_H).exp()[:, None, None]
+            state_HPN.mul_((dt_TH[t] * A_H).exp()[:, None, None])
             scaled_HP = dt_TH[t][:, None] * x_THP[t]
-            state_HPN += scaled_HP[:, :, None] * B_THN[t][:, None, :]
+            state_HPN.add_(scaled_HP[:, :, None] * B_THN[t][:, None, :])
             read_HP = torch.einsum("hpn,hn->hp", state_HPN, C_THN[t])
             if D_H is not None:
                 read_HP = read_HP + D_H[:, None] * x_THP[t]

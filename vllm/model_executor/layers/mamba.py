@@ -76,49 +76,28 @@ class Mamba2Mixer(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
+        split = _Mamba2Split(sizes, tp)
         self._layer = layer
         self._sizes = sizes
         self._tp = tp
-        heads = tp.split(sizes.num_heads, "number of Mamba heads")
-        groups = _split_groups(sizes, tp)
-        self._inner = heads * sizes.head_size
-        self._shared = groups * sizes.state_size
-        self._num_heads = heads
-        first_group = tp.rank * groups if sizes.num_groups > 1 else 0
-        starts = _part_starts(sizes, tp.rank * self._inner, first_group * sizes.state_size)
-        inner, shared = self._inner, self._shared
-        conv_parts = {"x": inner, "B": shared, "C": shared}
+        self._inner = split.inner
+        self._shared = split.shared
+        self._num_heads = split.num_heads
         gate_size = sizes.num_heads * sizes.head_size
-        conv_size = gate_size + 2 * sizes.num_groups * sizes.state_size
-        starts["dt"] += tp.rank * heads
         self.in_proj = RowSelectLinear(
-            hidden_size,
-            {
-                None: RowSelection.of_parts(
-                    {"gate": inner, **conv_parts, "dt": heads},
-                    starts,
-                    gate_size + conv_size + sizes.num_heads,
-                )
-            },
-            bias=sizes.proj_bias,
-            dtype=dtype,
+            hidden_size, {None: split.in_rows()}, bias=sizes.proj_bias, dtype=dtype
         )
-        conv_starts = {name: starts[name] - gate_size for name in conv_parts}
         self.conv = CausalConv(
-            RowSelection.of_parts(conv_parts, conv_starts, conv_size),
-            sizes.conv_taps,
-            bias=sizes.conv_bias,
-            silu=True,
-            dtype=dtype,
+            split.conv_rows(), sizes.conv_taps, bias=sizes.conv_bias, silu=True, dtype=dtype
         )
         self.heads = FloatVectors(
-            ("A_log", "D", "dt_bias"), heads, tp.rank * heads, sizes.num_heads
+            ("A_log", "D", "dt_bias"), split.num_heads, split.first_head, sizes.num_heads
         )
         self.norm = GatedRMSNorm(
-            inner,
-            tp.rank * inner,
+            split.inner,
+            tp.rank * split.inner,
             gate_size,
-            group_size=inner // groups,
+            group_size=split.inner // split.num_groups,
             gate_first=True,
             epsilon=epsilon,
             dtype=dtype,
@@ -126,11 +105,12 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = RowParallelLinear(
             gate_size, hidden_size, bias=sizes.proj_bias, dtype=dtype, tp=tp
         )
+        shape = (split.num_heads, sizes.head_size, sizes.state_size)
         self.spec = LayerCacheSpec(
             layer=layer,
             fields=(
                 self.conv.cache_field(from_torch_dtype(dtype)),
-                state_field("state", (heads, sizes.head_size, sizes.state_size), DType.FLOAT32),
+                state_field("state", shape, DType.FLOAT32),
             ),
             lifetime=State(),
             kind=STATE_KIND,
@@ -174,25 +154,50 @@ class Mamba2Mixer(nn.Module):
         return (x * torch.rsqrt(mean + self.norm.epsilon)).to(x_TC.dtype) * self.norm.weight
 
 
-def _split_groups(sizes: Mamba2Sizes, tp: TensorParallel) -> int:
-    if sizes.num_heads % sizes.num_groups:
-        raise ConfigError(
-            f"the number of Mamba heads ({sizes.num_heads}) must be a multiple of the number of "
-            f"groups ({sizes.num_groups})"
+class _Mamba2Split:
+    """Which rows of the checkpoint's tensors a rank takes."""
+
+    def __init__(self, sizes: Mamba2Sizes, tp: TensorParallel) -> None:
+        if sizes.num_heads % sizes.num_groups:
+            raise ConfigError(
+                f"the number of Mamba heads ({sizes.num_heads}) must be a multiple of the number "
+                f"of groups ({sizes.num_groups})"
+            )
+        is_shared = sizes.num_groups == 1  # every rank needs the only group
+        self._sizes = sizes
+        self.num_heads = tp.split(sizes.num_heads, "number of Mamba heads")
+        self.num_groups = 1 if is_shared else tp.split(sizes.num_groups, "number of Mamba groups")
+        self.first_head = tp.rank * self.num_heads
+        self.inner = self.num_heads * sizes.head_size
+        self.shared = self.num_groups * sizes.state_size
+        self._first_inner = tp.rank * self.inner
+        self._first_shared = 0 if is_shared else tp.rank * self.shared
+
+    def in_rows(self) -> RowSelection:
+        """Return the rows of the projection to gate, x, B, C and dt."""
+        inner = self._sizes.num_heads * self._sizes.head_size
+        starts = {name: inner + start for name, start in self._conv_starts().items()}
+        conv_size = self.conv_rows().total
+        return RowSelection.of_parts(
+            {"gate": self.inner, **self._conv_parts(), "dt": self.num_heads},
+            {"gate": self._first_inner, **starts, "dt": inner + conv_size + self.first_head},
+            inner + conv_size + self._sizes.num_heads,
         )
-    if sizes.num_groups == 1:
-        return 1
-    return tp.split(sizes.num_groups, "number of Mamba groups")
 
+    def conv_rows(self) -> RowSelection:
+        """Return the channels x, B and C."""
+        sizes = self._sizes
+        total = sizes.num_heads * sizes.head_size + 2 * sizes.num_groups * sizes.state_size
+        return RowSelection.of_parts(self._conv_parts(), self._conv_starts(), total)
 
-def _part_starts(sizes: Mamba2Sizes, inner_start: int, shared_start: int) -> dict[str, int]:
-    """Return where the parts of this rank begin in the rows of the input projection."""
-    inner = sizes.num_heads * sizes.head_size
-    shared = sizes.num_groups * sizes.state_size
-    return {
-        "gate": inner_start,
-        "x": inner + inner_start,
-        "B": 2 * inner + shared_start,
-        "C": 2 * inner + shared + shared_start,
-        "dt": 2 * inner + 2 * shared,
-    }
+    def _conv_parts(self) -> dict[str, int]:
+        return {"x": self.inner, "B": self.shared, "C": self.shared}
+
+    def _conv_starts(self) -> dict[str, int]:
+        inner = self._sizes.num_heads * self._sizes.head_size
+        shared = self._sizes.num_groups * self._sizes.state_size
+        return {
+            "x": self._first_inner,
+            "B": inner + self._first_shared,
+            "C": inner + shared + self._first_shared,
+        }

@@ -30,7 +30,7 @@ _PROJECTION_ROWS = tuple(
 )
 
 
-class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 - the checkpoints' name
+class Qwen3_5ForCausalLM(CausalLM):
     """Qwen3.5, dense."""
 
     has_inner_state = True
@@ -55,7 +55,7 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 - the checkpoints' name
         return make_qwen3_next_shape(config, is_interleaved=False)
 
 
-class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801 - the checkpoints' name
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     """Qwen3.5 with experts."""
 
     weight_rows = (*Qwen3_5ForCausalLM.weight_rows, *EXPERT_ROWS)
