@@ -46,7 +46,9 @@ class OutcomeReader:
             status = sequence.status
             if status is not SequenceStatus.FINISHED:
                 end = row.num_computed_tokens + row.num_new_tokens
-                if has_index and end >= sequence.cache.num_published_tokens + self._grain:
+                if out.error is not None:
+                    self._cache.withhold(sequence.cache)
+                elif has_index and end >= sequence.cache.num_published_tokens + self._grain:
                     self._cache.publish(sequence.cache, sequence.token_ids, end)
                 self._read_row(sequence, row, out, results)
             if status is not running:
