@@ -233,6 +233,10 @@ class CacheManager:
                 cache.duplicates.append(number)
         cache.num_published_tokens = last * grain
 
+    def withhold(self, cache: SequenceCache) -> None:
+        """Offer nothing more of a sequence to the prefix index: its content may be wrong."""
+        cache.generation = NO_GENERATION
+
     def fork(self, cache: SequenceCache, num_tokens: int) -> SequenceCache | None:
         """Return a cache that shares the first `num_tokens` rows of `cache`.
 
