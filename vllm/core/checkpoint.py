@@ -136,6 +136,8 @@ class CheckpointKeeper:
         if not self.is_active or cache.generation != self.generation:
             return FOR_EVER
         trail = cache.trail
+        if trail.kept_until <= cache.num_published_tokens:
+            trail.kept_until = 0
         if wish is not None:
             trail.kept_until = wish.kept_until
             self._grant(cache, wish)
