@@ -12,8 +12,13 @@ from tests.hybrid.models.checks import (
     check_ways_of_computing,
     make_driver,
 )
+from tests.hybrid.models.forgetting import ForgettingDriver, limit_model
 from tests.hybrid.models.tiny import BASE, TinyCheckpoint, TinyRow, make_checkpoint
 from tests.models.compare import make_prompts, reference_logits
+from tests.models.families import load_ours
+from tests.utils.paged_driver import PagedDriver
+from vllm.cache_spec import Full, Window
+from vllm.config.hybrid import HybridConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
@@ -101,6 +106,28 @@ def test_a_token_keeps_one_compressed_row(checkpoint: TinyCheckpoint) -> None:
         assert spec.token_bytes == (48 + 16) * 4
     for layer in model.attention_layers().values():
         assert layer.query.has_one_field and layer.query.head_size == 64
+
+
+def test_a_window_over_compressed_rows(checkpoint: TinyCheckpoint) -> None:
+    """Layers that the user shortens see their window, and no row outside it."""
+    hybrid = HybridConfig(
+        enabled=True,
+        layers={"near": (0, 2), "far": (1,)},
+        kv_cache_ratio={"near": 20 / 512},
+        kv_sink_tokens={"near": 3},
+    )
+    model = load_ours(checkpoint.config, checkpoint.weights)
+    limit_model(model, checkpoint.config, hybrid)
+    window = Window(tokens=20, sinks=3)
+    assert [spec.lifetime for spec in model.cache_specs()] == [window, Full(), window]
+    prompts = make_prompts((19, 21, 70))
+    masked = PagedDriver(model, kernel="cpu").generate(prompts, 20)
+    forgotten = ForgettingDriver(model, kernel="cpu", poison_freed=True)
+    for one, other in zip(masked, forgotten.generate(prompts, 20, chunk_tokens=13), strict=True):
+        assert one.token_ids == other.token_ids
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+    (whole,) = make_driver(checkpoint).step({0: prompts[2]})
+    assert (whole - masked[2].logits[0]).abs().max() > 1e-3
 
 
 def test_unpacked_weights_give_the_same(checkpoint: TinyCheckpoint) -> None:
