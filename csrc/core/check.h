@@ -8,9 +8,9 @@
 
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace vllm {
 
@@ -19,12 +19,22 @@ using torch::headeronly::ScalarType;
 
 inline constexpr char kShapeErrorMark[] = "[shape] ";
 
+// Text without iostreams: their locale tables must not exist twice in a process, as they do where a
+// toolchain links libstdc++ statically.
+inline void append_text(std::string& text, const char* part) { text += part; }
+inline void append_text(std::string& text, const std::string& part) { text += part; }
+inline void append_text(std::string& text, char part) { text += part; }
+template <typename Number>
+  requires std::is_arithmetic_v<Number>
+inline void append_text(std::string& text, Number part) {
+  text += std::to_string(part);
+}
+
 template <typename... Parts>
 [[noreturn]] inline void throw_shape_error(const Parts&... parts) {
-  std::ostringstream text;
-  text << kShapeErrorMark;
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
+  std::string text = kShapeErrorMark;
+  (append_text(text, parts), ...);
+  throw std::runtime_error(text);
 }
 
 // CHECK_ARG(condition, "op: what was given, what is allowed")
@@ -36,11 +46,9 @@ template <typename... Parts>
   } while (false)
 
 inline std::string shape_text(const Tensor& t) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
-  text << ']';
-  return text.str();
+  std::string text = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.size(i));
+  return text + "]";
 }
 
 inline const char* dtype_text(ScalarType type) { return torch::headeronly::toString(type); }
