@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.utils.fixtures_models import chain_text
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, SamplingParams
@@ -102,14 +101,6 @@ def test_end_of_sequence_and_usage(llm: LLM) -> None:
     metrics = output.metrics
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
     assert metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time
-
-
-def test_max_tokens_none_runs_to_the_models_length(tiny_models: TinyModels) -> None:
-    llm = LLM(str(tiny_models.loop()), max_model_len=40, num_gpu_blocks_override=8, dtype="float32")
-    (output,) = run(llm, "A", SamplingParams(temperature=0, max_tokens=None))
-    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 40
-    assert output.outputs[0].finish_reason == "length"
-    assert run(llm, "A" * 39, SamplingParams(max_tokens=9))[0].outputs[0].token_ids == [65]
 
 
 @pytest.mark.parametrize(
@@ -223,27 +214,6 @@ def test_stop_strings(llm: LLM, stop, include: bool, text: str, reason: str | No
     answer = run(llm, "ABC", params)[0].outputs[0]
     assert (answer.text, answer.stop_reason) == (text, reason)
     assert answer.finish_reason == ("stop" if reason else "length")
-
-
-@pytest.mark.parametrize(("max_tokens", "text"), [(20, "中文🌶é"), (8, "中文")])
-def test_split_characters(tiny_models: TinyModels, max_tokens: int, text: str) -> None:
-    """Case C28: a byte a token; the text is whole, and so are the bytes behind the logprobs."""
-    from vllm.transformers_utils.detokenizer import TokenBytes
-
-    data = "中文🌶é".encode()
-    llm = LLM(str(tiny_models.chain({65: data[0], **chain_text("中文🌶é")})), dtype="float32",
-              num_gpu_blocks_override=64)  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0)
-    answer = run(llm, "A", params)[0].outputs[0]
-    assert answer.text == text
-    assert len(answer.token_ids) == min(max_tokens, 13)
-    table = TokenBytes(llm.get_tokenizer())
-    joined = b"".join(table[i] for i in answer.token_ids if i != 264)
-    assert joined == data[:max_tokens]
-    names = [
-        entry[i].decoded_token for i, entry in zip(answer.token_ids, answer.logprobs, strict=True)
-    ]
-    assert "".join(names).removesuffix("</s>") == text
 
 
 def test_stop_token_ids_and_min_tokens(llm: LLM) -> None:
@@ -390,31 +360,3 @@ def test_what_is_not_served_says_so(llm: LLM) -> None:
     with LLM.deprecate_legacy_api():
         assert LLM.DEPRECATE_LEGACY
     assert not LLM.DEPRECATE_LEGACY
-
-
-def test_without_a_tokenizer(tiny_models: TinyModels) -> None:
-    llm = LLM(
-        str(tiny_models.chain(SPELLING)), skip_tokenizer_init=True, num_gpu_blocks_override=64,
-        dtype="float32",
-    )  # fmt: skip
-    (output,) = run(
-        llm, {"prompt_token_ids": [67]}, SamplingParams(temperature=0, max_tokens=9, logprobs=1)
-    )
-    answer = output.outputs[0]
-    assert answer.token_ids == [257, 71, 258, 74, 75, 264]
-    assert answer.text == ""
-    assert answer.finish_reason == "stop"
-    assert answer.logprobs[0][257].decoded_token is None
-    with pytest.raises(RequestError, match="give prompt_token_ids"):
-        run(llm, "ABC")
-    with pytest.raises(RequestError, match="stop strings needs a tokenizer"):
-        run(llm, {"prompt_token_ids": [67]}, SamplingParams(stop="x"))
-    with pytest.raises(RequestError, match="no tokenizer"):
-        llm.get_tokenizer()
-
-
-def test_unknown_arguments() -> None:
-    with pytest.raises(TypeError, match="max_model_length"):
-        LLM("somewhere", max_model_length=3)
-    with pytest.raises(ConfigError, match="does not exist"):
-        LLM("/no/such/model")
