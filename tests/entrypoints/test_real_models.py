@@ -78,6 +78,22 @@ def test_a_long_prompt_in_chunks(case: tuple[LLM, dict[str, Any]]) -> None:
     assert list(again.outputs[0].token_ids) == long["first20"]
 
 
+def test_ten_longer_prompts(
+    case: tuple[LLM, dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    """Up to 900 tokens of prompt, as `tools/record_greedy.py` recorded them from transformers."""
+    name = request.node.callspec.params["case"]
+    rows = json.loads((DATA / f"{name}_long.json").read_text())["prompts"]
+    prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
+    params = greedy(max_tokens=len(rows[0]["ids"]), ignore_eos=True)
+    for row, output in zip(rows, case[0].generate(prompts, params, use_tqdm=False), strict=True):
+        ids = list(output.outputs[0].token_ids)
+        pairs = enumerate(zip(ids, row["ids"], strict=True))
+        first_other = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
+        # Two best logits within 1e-3: either is right, and the rest no longer compares.
+        assert first_other is None or row["gaps"][first_other] < 1e-3
+
+
 def test_bfloat16_answers_do_not_depend_on_the_batch(smollm2_gguf: Path) -> None:
     """Alone, in batches of 3, 8 and 32, in chunks of 16, 64 and 512: the same tokens."""
     rows = json.loads((DATA / "smollm2_greedy.json").read_text())["prompts"]
