@@ -52,11 +52,14 @@ class BlockStore:
 
     def find_room(self, needs: Sequence[int]) -> list[PrefixEntry] | None:
         """Return what to evict so that `needs` new blocks fit; None if they cannot."""
-        if self.arena.fits(needs):
-            if self.index is None or not self.arena.takes_last_superblocks(needs):
-                return []
-            return choose_neighbours(self.index, ArenaShadow(self.arena), needs)
-        return choose_victims(self.index, ArenaShadow(self.arena), needs, ())
+        fits = self.arena.fits(needs)
+        if fits and not self.arena.takes_last_superblocks(needs):
+            return []
+        if self.index is not None and len(needs) > 1:
+            neighbours = choose_neighbours(self.index, ArenaShadow(self.arena), needs)
+            if fits or neighbours:
+                return neighbours
+        return [] if fits else choose_victims(self.index, ArenaShadow(self.arena), needs, ())
 
     def evict(self, entries: Iterable[PrefixEntry]) -> None:
         """Forget cached content that nobody holds, and free its blocks."""

@@ -6,7 +6,8 @@ trace; it evicts nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 
 from vllm.core.block.arena import ArenaShadow
 from vllm.core.prefix_index import PrefixEntry, PrefixIndex
@@ -35,16 +36,18 @@ def choose_victims(
         return []
     if index is None or not shadow.fits_after_eviction(needs):
         return None
-    taken: list[PrefixEntry] = []
-    for entry in index.victims(protected):
+    taken: dict[PrefixEntry, None] = {}
+    for entry in chain(_neighbours(index, shadow, needs, protected), index.victims(protected)):
+        if entry in taken:
+            continue
         for block in entry.block_ids:
             shadow.evict(entry.group, block)
-        taken.append(entry)
+        taken[entry] = None
         if shadow.fits(needs):
             break
     else:
         return None
-    victims = [taken.pop()]
+    victims = [taken.popitem()[0]]
     gone = {(victims[0].node.digest, victims[0].group)}
     for entry in reversed(taken):
         is_orphan = index.needs_parent(entry.group) and (entry.node.parent, entry.group) in gone
@@ -75,10 +78,33 @@ def choose_neighbours(
         shadow: consumed.
         needs: new blocks of each group.
     """
-    short = [shadow.lacks_slots(group, need) for group, need in enumerate(needs)]
     taken: list[PrefixEntry] = []
+    for entry in _neighbours(index, shadow, needs, ()):
+        for block in entry.block_ids:
+            shadow.evict(entry.group, block)
+        taken.append(entry)
+    short = any(shadow.lacks_slots(group, need) for group, need in enumerate(needs))
+    return [] if short else taken
+
+
+def _neighbours(
+    index: PrefixIndex,
+    shadow: ArenaShadow,
+    needs: Sequence[int],
+    protected: Container[PrefixEntry],
+) -> Iterator[PrefixEntry]:
+    """Yield entries beside held blocks, of each group as long as it lacks slots of its own.
+
+    None without which an entry that stays could not be reached. The caller evicts what it gets
+    from the shadow. With one group there is no difference between its blocks, and none is yielded.
+    """
+    if len(needs) == 1:
+        return
+    short = [shadow.lacks_slots(group, need) for group, need in enumerate(needs)]
     needed: set[tuple[bytes, int]] = set()
-    for entry in index.victims(()):
+    for entry in index.victims(protected):
+        if not any(short):
+            return
         group = entry.group
         if (
             not short[group]
@@ -88,10 +114,5 @@ def choose_neighbours(
             if index.needs_parent(group):
                 needed.add((entry.node.parent, group))
         else:
-            for block in entry.block_ids:
-                shadow.evict(group, block)
-            taken.append(entry)
+            yield entry
             short[group] = shadow.lacks_slots(group, needs[group])
-            if not any(short):
-                return taken
-    return []
