@@ -3,8 +3,8 @@
     python tools/record_greedy.py smollm2 tests/data/smollm2_long.json
 
 Ten prompts, the beginnings of this project's licence from 60 to 900 tokens, continued greedily in
-float32 from the dequantised weights. Beside each id stands the distance between the two best logits:
-where it is tiny, another order of summation may choose the other one. Needs `accelerate`.
+float32 from the dequantised weights. Beside each id stands the distance between the two best
+logits: where it is tiny, another order of summation may choose the other one. Needs `accelerate`.
 """
 
 from __future__ import annotations
