@@ -42,16 +42,19 @@ class Load:
     Attributes:
         first_s: request -> seconds until its first token.
         gaps_s: seconds between tokens of one request.
-        lens: request -> tokens of it so far.
+        lens: running request -> tokens of it so far, once it has its first.
         peak_usage: largest share of the cache that requests held.
-        peak_lens: lengths of the running requests at that moment.
+        decoding_usage: same, while every running request was past its prompt.
+        decoding_lens: lengths of the requests at that moment.
+        peak_running: most requests that ran at once.
     """
 
     first_s: dict[str, float] = field(default_factory=dict)
     gaps_s: list[float] = field(default_factory=list)
     lens: dict[str, int] = field(default_factory=dict)
     peak_usage: float = 0.0
-    peak_lens: list[int] = field(default_factory=list)
+    decoding_usage: float = 0.0
+    decoding_lens: list[int] = field(default_factory=list)
     peak_running: int = 0
 
 
@@ -141,7 +144,7 @@ def measure(
                 "num_preemptions": engine.stats().num_preemptions - before,
                 "kv_held_bytes": int(load.peak_usage * engine.ready.cache_bytes),
                 "kv_unreadable_share": find_unreadable(
-                    load, policies, token_bytes, load.peak_usage * engine.ready.cache_bytes
+                    load, policies, token_bytes, load.decoding_usage * engine.ready.cache_bytes
                 ),
             }
         startup = engine.ready.startup
@@ -195,10 +198,14 @@ def run_batch(
             load.first_s.setdefault(name, now_s - start_s)
             last_s[name] = now_s
             load.lens[name] = load.lens.get(name, input_len) + len(result.token_ids)
+            if result.finish_reason is not None:
+                del load.lens[name]
         load.peak_running = max(load.peak_running, stats.num_running)
-        if stats.cache_usage >= load.peak_usage:
-            load.peak_usage = stats.cache_usage
-            load.peak_lens = list(load.lens.values())[: stats.num_running]
+        load.peak_usage = max(load.peak_usage, stats.cache_usage)
+        is_decoding = len(load.lens) == stats.num_running
+        if is_decoding and stats.cache_usage >= load.decoding_usage:
+            load.decoding_usage = stats.cache_usage
+            load.decoding_lens = list(load.lens.values())
     return load
 
 
@@ -227,7 +234,7 @@ def find_unreadable(
     readable = 0
     for policy in policies.policies or ():
         per_token = token_bytes.get(policy.layer, 0)
-        for length in load.peak_lens:
+        for length in load.decoding_lens:
             match policy.lifetime:
                 case Window(tokens=tokens, sinks=sinks):
                     rows = min(length, tokens + sinks)
