@@ -26,7 +26,7 @@ from vllm.core.need import count_superblocks, peak_blocks
 from vllm.errors import RequestError
 from vllm.sequence import NO_BLOCK, Sequence, SequenceRequest, SequenceStatus
 
-NUM_SEEDS = 150
+NUM_SEEDS = 90
 NUM_SLOW_SEEDS = 3000
 
 
