@@ -41,7 +41,8 @@ _SERVED_DEVICES = ("cpu",)
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 _DEFAULT_MAX_NUM_SEQS = 256
 _DEFAULT_CONTEXT_LEN = 2048
-# Tokens of a step: enough to fill the matrix units, few enough that streams do not stall.
+# Tokens of a step: enough to fill the matrix units, few enough that streams do not stall. On two
+# cores 512 prefills SmolLM2 within 5 % of 2048 (256: 12 % slower).
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
