@@ -115,7 +115,7 @@ def test_a_row_without_any_token() -> None:
 
 
 def test_rows_stand_alone(isa: str) -> None:
-    logits = random_rows(10, 30000, dtype=torch.float32, seed=4)
+    logits = random_rows(10, 150_000, dtype=torch.float32, seed=4)
     chosen = torch.arange(10) * 11
 
     def run(rows: list[int]) -> Tensor:
