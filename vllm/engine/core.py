@@ -31,6 +31,7 @@ from vllm.engine.messages import (
     SetTokenizer,
     Shutdown,
 )
+from vllm.engine.stats import count_free_blocks
 from vllm.engine.structured_output import StructuredOutput
 from vllm.errors import ConfigError, RequestError
 from vllm.executor import make_executor
@@ -281,6 +282,18 @@ def _make_ready(
     groups: list[GroupUsage],
 ) -> EngineReady:
     first = layout.groups[0]
+    cache_groups = [
+        CacheGroup(
+            name=g.name,
+            layers=list(g.layers),
+            block_tokens=g.block_tokens,
+            block_bytes=g.block_bytes,
+            blocks_per_superblock=g.blocks_per_superblock,
+            blocks_per_sequence=g.blocks_per_sequence,
+            waste=g.waste,
+        )
+        for g in capacity.groups
+    ]
     is_uniform = len(layout.groups) == 1
     num_tokens = layout.num_superblocks * first.blocks_per_superblock * first.block_tokens
     return EngineReady(
@@ -290,23 +303,12 @@ def _make_ready(
         ],
         groups=groups,
         num_cache_tokens=num_tokens if is_uniform else capacity.tokens_at_max_len,
-        num_gpu_blocks=layout.num_superblocks * first.blocks_per_superblock,
+        num_gpu_blocks=count_free_blocks(cache_groups, layout.num_superblocks),
         block_tokens=first.block_tokens,
         cache_bytes=capacity.arena_bytes,
         weight_bytes=sum(r.weight_bytes for r in reports),
         load_seconds=max(r.load_seconds for r in reports),
-        cache_groups=[
-            CacheGroup(
-                name=g.name,
-                layers=list(g.layers),
-                block_tokens=g.block_tokens,
-                block_bytes=g.block_bytes,
-                blocks_per_superblock=g.blocks_per_superblock,
-                blocks_per_sequence=g.blocks_per_sequence,
-                waste=g.waste,
-            )
-            for g in capacity.groups
-        ],
+        cache_groups=cache_groups,
         num_free_superblocks=layout.num_superblocks,
         startup={
             "max_model_len": capacity.max_model_len,
@@ -322,9 +324,9 @@ def _make_ready(
 
 def _log_capacity(ready: EngineReady, capacity: CapacityReport) -> None:
     logger.info(
-        "# GPU blocks: %d of %d tokens (%.2f GiB), # CPU blocks: 0",
+        "# GPU blocks: %d of %s tokens (%.2f GiB), # CPU blocks: 0",
         ready.num_gpu_blocks,
-        ready.block_tokens,
+        " and ".join(dict.fromkeys(str(group.block_tokens) for group in ready.cache_groups)),
         ready.cache_bytes / _GIB,
     )
     logger.info(

@@ -6,6 +6,7 @@ histograms and the log. Made by the caller's side from what the engine side repo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,13 +136,17 @@ def describe_group(group: CacheGroup) -> dict[str, Any]:
     return {name: value for name, value in msgspec.structs.asdict(group).items() if name != "name"}
 
 
+def count_free_blocks(groups: Sequence[CacheGroup], num_superblocks: int) -> int:
+    """Return the blocks in superblocks of no group, shared as sequences of max_model_len do."""
+    needed = sum(g.blocks_per_sequence for g in groups)
+    superblocks = sum(g.blocks_per_sequence / g.blocks_per_superblock for g in groups)
+    return round(num_superblocks * needed / superblocks) if superblocks else 0
+
+
 def _count_blocks(stats: CoreStats, ready: EngineReady) -> int:
     """Return the blocks that there are: own ones of all groups, and those in free superblocks."""
-    needed = sum(g.blocks_per_sequence for g in ready.cache_groups)
-    superblocks = sum(g.blocks_per_sequence / g.blocks_per_superblock for g in ready.cache_groups)
-    per_free = needed / superblocks if superblocks else 0.0
     own = sum(g.num_own_blocks for g in stats.groups)
-    return own + round(stats.num_free_superblocks * per_free)
+    return own + count_free_blocks(ready.cache_groups, stats.num_free_superblocks)
 
 
 def _find_fragmentation(stats: CoreStats, ready: EngineReady) -> float:
