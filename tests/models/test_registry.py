@@ -36,7 +36,7 @@ def test_every_row_resolves_and_says_what_it_is(name: str) -> None:
     assert not ModelRegistry.is_embedding_model(name)
     assert not ModelRegistry.is_multimodal_model([name])
     assert not ModelRegistry.is_pp_supported_model([name])
-    assert not ModelRegistry.model_has_inner_state([name])
+    assert ModelRegistry.model_has_inner_state([name]) == getattr(cls, "has_inner_state", False)
     assert not ModelRegistry.is_attention_free_model([name])
 
 
