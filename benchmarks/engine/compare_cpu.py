@@ -39,6 +39,7 @@ class ApiEngine:
             stderr=log,
             pass_fds=[write_fd],
             env=os.environ | env | {"PROBE_ANSWER_FD": str(write_fd)},
+            cwd=Path(model).parent,  # a child that the peer starts must not find this tree
             text=True,
         )
         os.close(write_fd)

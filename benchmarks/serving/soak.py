@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import random
 import socket
@@ -294,7 +295,9 @@ def start_server(args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], int
         sys.executable, "-m", "vllm.scripts", "serve", str(model), "--host", "127.0.0.1", "--port",
         str(port), "--disable-log-requests", "--uvicorn-log-level", "warning", *args.serve_args,
     ]  # fmt: skip
-    return subprocess.Popen(command, cwd=ROOT), port
+    # A small cache is soon full: what grows after that is not the cache.
+    env = {"VLLM_CPU_KVCACHE_SPACE": "0.25", **os.environ}
+    return subprocess.Popen(command, cwd=ROOT, env=env), port
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
