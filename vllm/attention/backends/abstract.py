@@ -85,6 +85,35 @@ Rule = Callable[[KernelQuery], bool | str]
 """Judges one field of a query: True if served, else False or the reason."""
 
 
+GATHERED_FIELDS = (
+    "num_kv_heads",
+    "scale",
+    "block_tokens",
+    "window",
+    "sink_tokens",
+    "has_sink_logits",
+    "chunk_tokens",
+    "soft_cap",
+    "has_one_field",
+    "addressing",
+    "phase",
+)
+"""Fields that a kernel serves at any value if it finds rows by offset and masks them exactly."""
+
+
+def serve_any(*names: str) -> dict[str, Rule]:
+    """Return rules under which every value of these fields is served."""
+    return dict.fromkeys(names, lambda query: True)
+
+
+def judge_heads(query: KernelQuery) -> bool | str:
+    """Rule of `num_heads`: each KV head serves the same number of heads."""
+    return (
+        query.num_heads % query.num_kv_heads == 0
+        or f"{query.num_heads} heads do not divide by {query.num_kv_heads} KV heads"
+    )
+
+
 def find_refusal(query: KernelQuery, rules: Mapping[str, Rule]) -> str | None:
     """Judge every field of `query` by its rule; a field without a rule must have its default.
 

@@ -13,22 +13,21 @@ from torch import Tensor
 from vllm._custom_ops.attention import paged_attention
 from vllm._custom_ops.cache import reshape_and_cache
 from vllm.attention.backends.abstract import (
+    GATHERED_FIELDS,
     AttentionBackend,
     AttentionParams,
     KernelQuery,
     Rule,
     find_refusal,
+    judge_heads,
+    serve_any,
 )
 from vllm.batch import ForwardBatch, LayerCache
 from vllm.types import DType
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16)
-_ANY: Rule = lambda query: True  # noqa: E731
 _RULES: dict[str, Rule] = {
-    "num_heads": lambda q: (
-        q.num_heads % q.num_kv_heads == 0
-        or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads"
-    ),
+    "num_heads": judge_heads,
     "head_size": lambda q: (
         (32 <= q.head_size <= 640 and q.head_size % 8 == 0)
         or f"head_size={q.head_size} is outside 32...640 in steps of 8"
@@ -39,22 +38,7 @@ _RULES: dict[str, Rule] = {
     ),
     "device": lambda q: q.device == "cpu",
     "capability": lambda q: q.capability is None,
-    **dict.fromkeys(
-        (
-            "num_kv_heads",
-            "scale",
-            "block_tokens",
-            "window",
-            "sink_tokens",
-            "has_sink_logits",
-            "chunk_tokens",
-            "soft_cap",
-            "has_one_field",
-            "addressing",
-            "phase",
-        ),
-        _ANY,
-    ),
+    **serve_any(*GATHERED_FIELDS),
 }
 
 

@@ -12,43 +12,25 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.abstract import (
+    GATHERED_FIELDS,
     AttentionBackend,
     AttentionParams,
     KernelQuery,
     Rule,
     find_refusal,
+    judge_heads,
+    serve_any,
 )
 from vllm.batch import ForwardBatch, GroupBatch, LayerCache
 from vllm.types import DType
 
 _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-_ANY: Rule = lambda query: True  # noqa: E731
 _RULES: dict[str, Rule] = {
-    "num_heads": lambda q: (
-        q.num_heads % q.num_kv_heads == 0
-        or f"{q.num_heads} heads do not divide by {q.num_kv_heads} KV heads"
-    ),
+    "num_heads": judge_heads,
     "dtype": lambda q: q.dtype in _DTYPES,
     "kv_dtype": lambda q: q.kv_dtype in _DTYPES,
     "device": lambda q: q.device in ("cpu", "cuda"),
-    **dict.fromkeys(
-        (
-            "num_kv_heads",
-            "head_size",
-            "scale",
-            "block_tokens",
-            "capability",
-            "window",
-            "sink_tokens",
-            "has_sink_logits",
-            "chunk_tokens",
-            "soft_cap",
-            "has_one_field",
-            "addressing",
-            "phase",
-        ),
-        _ANY,
-    ),
+    **serve_any("head_size", "capability", *GATHERED_FIELDS),
 }
 
 
