@@ -16,17 +16,16 @@ from torch import Tensor, nn
 
 from vllm._custom_ops import state_space as state_ops
 from vllm.batch import AttentionState, ForwardBatch
-from vllm.cache_spec import LayerCacheSpec, State
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
 from vllm.model_executor.layers.state import (
-    STATE_KIND,
     CausalConv,
     FloatVectors,
     GatedRMSNorm,
     StateRows,
+    make_state_spec,
     state_field,
 )
 from vllm.types import DType
@@ -106,14 +105,10 @@ class Mamba2Mixer(nn.Module):
             gate_size, hidden_size, bias=sizes.proj_bias, dtype=dtype, tp=tp
         )
         shape = (split.num_heads, sizes.head_size, sizes.state_size)
-        self.spec = LayerCacheSpec(
-            layer=layer,
-            fields=(
-                self.conv.cache_field(from_torch_dtype(dtype)),
-                state_field("state", shape, DType.FLOAT32),
-            ),
-            lifetime=State(),
-            kind=STATE_KIND,
+        self.spec = make_state_spec(
+            layer,
+            self.conv.cache_field(from_torch_dtype(dtype)),
+            state_field("state", shape, DType.FLOAT32),
         )
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vllm.batch import AttentionState, ForwardBatch
-from vllm.cache_spec import LayerCacheSpec, State
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.row_select_linear import RowSelection
-from vllm.model_executor.layers.state import STATE_KIND, CausalConv, StateRows
+from vllm.model_executor.layers.state import CausalConv, StateRows, make_state_spec
 from vllm.utils.tensors import from_torch_dtype
 
 
@@ -59,12 +58,7 @@ class ShortConv(nn.Module):
         self.out_proj = RowParallelLinear(
             hidden_size, hidden_size, bias=bias, dtype=dtype, tp=tp, what="hidden_size"
         )
-        self.spec = LayerCacheSpec(
-            layer=layer,
-            fields=(self.conv.cache_field(from_torch_dtype(dtype)),),
-            lifetime=State(),
-            kind=STATE_KIND,
-        )
+        self.spec = make_state_spec(layer, self.conv.cache_field(from_torch_dtype(dtype)))
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """Return the contribution to the residual stream, [T, E], and move the states on."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vllm._custom_ops import state_space as state_ops
 from vllm.batch import AttentionState, ForwardBatch
-from vllm.cache_spec import CacheField
+from vllm.cache_spec import CacheField, LayerCacheSpec, State
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.row_select_linear import RowSelection
 from vllm.model_executor.layers.weight_place import Shard, WeightPlace
@@ -60,6 +60,11 @@ class StateRows:
 def state_field(name: str, shape: tuple[int, ...], dtype: DType) -> CacheField:
     """Return a cache field that is kept once for each sequence."""
     return CacheField(name=name, shape=shape, dtype=dtype, per="sequence")
+
+
+def make_state_spec(layer: int, *fields: CacheField) -> LayerCacheSpec:
+    """Return the spec of a decoder layer that keeps a state made of `fields`."""
+    return LayerCacheSpec(layer=layer, fields=fields, lifetime=State(), kind=STATE_KIND)
 
 
 def require_silu(activation: str, what: str) -> None:
