@@ -21,18 +21,24 @@ from vllm.sampling_params import (
 
 SPELLING = {ord("C"): 257, 257: ord("G"), ord("G"): 258, 258: ord("J"), ord("J"): ord("K"), 65: 65}
 LONG = {"prompt_token_ids": [65]}  # A leads to A for ever
+NUM_BLOCKS = 1024  # 16,384 tokens: no request that a test interrupts ends by itself before
 
 
 def args(model: object, **options) -> AsyncEngineArgs:
     return AsyncEngineArgs(
-        model=str(model), dtype="float32", num_gpu_blocks_override=64, max_num_seqs=16, **options
+        model=str(model),
+        dtype="float32",
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_num_seqs=16,
+        **options,
     )
 
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def engine(request: pytest.FixtureRequest, tiny_models: TinyModels):
     made = AsyncLLMEngine.from_engine_args(
-        args(tiny_models.chain(SPELLING)), in_own_process=request.param == "process"
+        args(tiny_models.chain(SPELLING, max_position_embeddings=16 * NUM_BLOCKS)),
+        in_own_process=request.param == "process",
     )
     yield made
     made.shutdown()
@@ -102,7 +108,7 @@ async def until_idle(engine: AsyncLLMEngine) -> None:
     while True:
         stats = await engine.stats()
         if stats.num_running_requests == stats.num_waiting_requests == 0:
-            assert stats.num_free_gpu_blocks == stats.num_total_gpu_blocks == 64
+            assert stats.num_free_gpu_blocks == stats.num_total_gpu_blocks == NUM_BLOCKS
             return
         assert time.monotonic() < deadline, stats
         await asyncio.sleep(0.01)
@@ -187,7 +193,7 @@ def test_wrong_requests_fail_alone(engine: AsyncLLMEngine, run) -> None:
         for i, (prompt, params, error) in enumerate(
             [
                 ("", greedy(), "the prompt is empty"),
-                ("A" * 600, greedy(), "at most 511"),
+                ("A" * 16 * NUM_BLOCKS, greedy(), f"at most {16 * NUM_BLOCKS - 1}"),
                 ("A", greedy(guided_decoding=GuidedDecodingParams(regex="[")), "guided_regex"),
                 (
                     "A",
@@ -279,14 +285,14 @@ def test_beam_search(engine: AsyncLLMEngine, run) -> None:
 
 def test_state_and_config(engine: AsyncLLMEngine, run) -> None:
     async def go() -> None:
-        assert (await engine.get_model_config()).max_model_len == 512
+        assert (await engine.get_model_config()).max_model_len == NUM_BLOCKS * 16
         assert (await engine.get_tokenizer()).eos_token_id == 264
         assert (await engine.get_scheduler_config()).max_num_seqs == 16
         assert not await engine.is_tracing_enabled()
         stats = await engine.stats()
         assert stats.scheduler_running
         assert set(stats.kernels) == {0, 1}
-        assert stats.startup["num_cache_tokens"] == 64 * 16
+        assert stats.startup["num_cache_tokens"] == NUM_BLOCKS * 16
         with pytest.raises(RequestError, match="embedding"):
             await engine.encode("A", None, "e")
         with pytest.raises(RuntimeError, match="already running"):

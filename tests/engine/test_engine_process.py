@@ -21,13 +21,23 @@ from vllm.engine.client import ProcessCore
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
 
+NUM_BLOCKS = 1024
 LONG = {"prompt_token_ids": [65]}  # A leads to A for ever
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, output_kind=RequestOutputKind.DELTA)
 
 
+def endless(tiny_models: TinyModels) -> Path:
+    """The loop model with room enough that a request does not end before it is interrupted."""
+    return tiny_models.chain({65: 65}, max_position_embeddings=16 * NUM_BLOCKS)
+
+
 def args(model: object, **options) -> AsyncEngineArgs:
     return AsyncEngineArgs(
-        model=str(model), dtype="float32", num_gpu_blocks_override=64, max_num_seqs=16, **options
+        model=str(model),
+        dtype="float32",
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_num_seqs=16,
+        **options,
     )
 
 
@@ -87,7 +97,7 @@ def wait_for_end(pid: int, timeout_s: float) -> None:
 
 
 def test_a_killed_engine_process_is_noticed_at_once(tiny_models: TinyModels) -> None:
-    engine, core = make_process_engine(tiny_models.loop())
+    engine, core = make_process_engine(endless(tiny_models))
 
     async def go() -> None:
         streams = [engine.generate(LONG, ENDLESS, f"r{i}") for i in range(4)]
@@ -115,7 +125,7 @@ def test_a_stuck_engine_process_is_noticed(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_RPC_TIMEOUT", "1500")
-    engine, core = make_process_engine(tiny_models.loop())
+    engine, core = make_process_engine(endless(tiny_models))
 
     async def go() -> None:
         stream = engine.generate(LONG, ENDLESS, "r")
@@ -135,7 +145,7 @@ def test_a_failing_step_ends_the_engine_with_its_cause(
 ) -> None:
     from vllm.worker.model_runner import ModelRunner
 
-    engine = AsyncLLMEngine.from_engine_args(args(tiny_models.loop()))
+    engine = AsyncLLMEngine.from_engine_args(args(endless(tiny_models)))
 
     def fail(self, plan):
         raise RuntimeError("the device is on fire")

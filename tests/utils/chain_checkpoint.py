@@ -16,6 +16,8 @@ from tests.utils.fixtures_models import (
 )
 
 SPLIT_TEXT = "中文🌶é"
+ENDLESS_TOKENS = 32768
+"""The context length: a request that a test interrupts must not end by itself on a fast machine."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if tools %}{% for t in tools %}tool: {{ t.function.name }}\n{% endfor %}{% endif %}"
@@ -38,4 +40,5 @@ def build_cases_checkpoint(directory: Path) -> Path:
         ord("~"): SPLIT_TEXT.encode()[0],
         **chain_text(SPLIT_TEXT),
     }
-    return save_checkpoint(build_chain(table), directory, build_chain_tokenizer(CHAT_TEMPLATE))
+    model = build_chain(table, max_position_embeddings=ENDLESS_TOKENS)
+    return save_checkpoint(model, directory, build_chain_tokenizer(CHAT_TEMPLATE))

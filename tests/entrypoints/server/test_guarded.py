@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.entrypoints.server.conftest import API_KEY
+from tests.utils.chain_checkpoint import ENDLESS_TOKENS
 from tests.utils.server_process import ServerProcess, read_json, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -103,7 +104,7 @@ def test_other_endpoints(server: ServerProcess) -> None:
     assert set(read_json(server.http.get("/version"))) == {"version"}
     (card,) = read_json(server.http.get("/v1/models"))["data"]
     assert (card["id"], card["object"], card["owned_by"]) == ("model", "model", "vllm")
-    assert card["max_model_len"] == 512
+    assert card["max_model_len"] == ENDLESS_TOKENS
     assert read_json(server.http.get("/v1/models/model"))["id"] == "model"
     stats = server.stats()
     assert stats["scheduler_running"] is True
@@ -192,7 +193,7 @@ def is_idle(server: ServerProcess) -> bool:
 @pytest.mark.parametrize("name", ["server", "guarded"])
 def test_c49_disconnect(request: pytest.FixtureRequest, name: str, stream: bool) -> None:
     server: ServerProcess = request.getfixturevalue(name)
-    limits = {"max_tokens": 400, "ignore_eos": True, "stream": stream}
+    limits = {"max_tokens": ENDLESS_TOKENS - 100, "ignore_eos": True, "stream": stream}
     bodies = [
         ("/v1/completions", {"model": "model", "prompt": "A", **limits}),
         (CHAT, {"model": "model", "messages": [{"role": "user", "content": "A"}], **limits}),
@@ -205,7 +206,13 @@ def test_c49_disconnect(request: pytest.FixtureRequest, name: str, stream: bool)
 
 
 def test_c47_gauges_after_a_mass_abort(server: ServerProcess) -> None:
-    body = {"model": "model", "prompt": "A", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "model",
+        "prompt": "A",
+        "max_tokens": ENDLESS_TOKENS - 100,
+        "ignore_eos": True,
+        "stream": True,
+    }
     connections = [send_raw(server, json.dumps(body)) for _ in range(4)]
     wait_until(lambda: server.stats()["num_running_requests"] == 4, 10, "all requests run")
     for connection in connections:

@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.utils.chain_checkpoint import ENDLESS_TOKENS
 from tests.utils.server_process import ServerProcess, find_free_port, wait_until
 
-LONG = {"prompt": "A", "max_tokens": 400, "ignore_eos": True}
+LONG = {"prompt": "A", "max_tokens": ENDLESS_TOKENS - 1, "ignore_eos": True}
 
 
 class Reader(threading.Thread):
@@ -97,7 +98,7 @@ def test_second_signal_does_not_wait(start: Any) -> None:
 
 def test_waiting_for_running_requests_is_bounded(start: Any) -> None:
     server = start("--shutdown-timeout", "1", "--disable-frontend-multiprocessing")
-    reader = Reader(server, **LONG, n=8)
+    reader = Reader(server, **LONG)
     wait_running(server)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(10) == 0
