@@ -11,6 +11,7 @@ from tools.pq.git_store import GitError
 from tools.pq.patch_file import PatchError
 from tools.pq.queue_tree import QueueError
 
+_HEAD = "read the last commit, not the files in place"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,7 +19,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.pq", description=__doc__)
     sub = parser.add_subparsers(dest="verb", required=True)
-    sub.add_parser("verify", help="check that base, series and tree agree, by tree id")
+    command = sub.add_parser("verify", help="check that base, series and tree agree, by tree id")
+    command.add_argument("--head", action="store_true", help=_HEAD)
     command = sub.add_parser("import", help="make a branch with a commit for each patch")
     command.add_argument("--branch")
     command = sub.add_parser("export", help="write the series in canonical form")
@@ -27,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = sub.add_parser("refresh", help="take edits of the working tree into patches")
     command.add_argument("names", nargs="*", metavar="PATCH")
     command.add_argument("--base", action="store_true", help="also record an edited base")
+    command.add_argument("--head", action="store_true", help=_HEAD)
     command = sub.add_parser("rebase", help="try the series on another base")
     command.add_argument("--onto", required=True, metavar="REVISION")
     command.add_argument("--json", action="store_true")
@@ -42,10 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     args = make_parser().parse_args(argv)
     actions = {
-        "verify": lambda: verbs.verify(ROOT),
+        "verify": lambda: verbs.verify(ROOT, head=args.head),
         "import": lambda: verbs.import_series(ROOT, args.branch),
         "export": lambda: verbs.export(ROOT, check=args.check, branch=args.branch),
-        "refresh": lambda: verbs.refresh(ROOT, args.names, base=args.base),
+        "refresh": lambda: verbs.refresh(ROOT, args.names, base=args.base, head=args.head),
         "rebase": lambda: verbs.rebase(ROOT, args.onto, as_json=args.json, branch=args.branch),
         "report": lambda: verbs.report(ROOT, as_json=args.json),
         "base": lambda: verbs.checkout_base(ROOT, args.folder),

@@ -105,6 +105,23 @@ class GitStore:
                 self.run("update-index", "-z", "--index-info", data=data, env=env)
             return self.run("write-tree", env=env).decode().strip()
 
+    def with_content(self, tree: str, path: str, content: bytes) -> str:
+        """Return `tree` with one of its files replaced; its mode stays."""
+        mode = self.text("ls-tree", tree, "--", path).partition(" ")[0]
+        blob = self.run("hash-object", "-w", "--stdin", data=content).decode().strip()
+        with self._index(tree) as env:
+            self.run("update-index", "--cacheinfo", f"{mode},{blob},{path}", env=env)
+            return self.run("write-tree", env=env).decode().strip()
+
+    def merge_file(self, *args: str) -> bytes:
+        """Return what `git merge-file` makes of three files, conflict markers included."""
+        done = subprocess.run(
+            ["git", "merge-file", "-p", *args], cwd=self.root, capture_output=True, check=False
+        )
+        if done.returncode < 0 or done.returncode > 127:  # else the number of conflicts
+            raise GitError(done.stderr.decode(errors="replace").strip())
+        return done.stdout
+
     def apply(
         self, tree: str, patch: bytes, *, reverse: bool = False, merge: bool = False
     ) -> ApplyResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -21,14 +22,20 @@ from tools.pq.queue_tree import (
     strip_owned,
 )
 from tools.pq.series import Series, load_series, write_base_tree, write_series
+from tools.pq.unhook import WORKBENCH, recut_series
 
 MAX_CHANGED_LINES = 60  # a hook is small; what is larger belongs into an owned file
 
 
-def verify(root: Path) -> int:
-    """Check reverse, forward, canonical form and claims; nothing is written."""
+def verify(root: Path, *, head: bool = False) -> int:
+    """Check reverse, forward, canonical form and claims; nothing is written.
+
+    Args:
+        root: of the repository.
+        head: check the last commit instead of the files in place.
+    """
     store, series = GitStore(root), load_series(root)
-    tree = store.working_tree()
+    tree = store.tree_of("HEAD") if head else store.working_tree()
     hooked = strip_owned(store, tree, series.base)
     base = reverse_series(store, hooked, series.patches)
     problems = []
@@ -136,24 +143,44 @@ def import_series(root: Path, branch: str | None) -> int:
     return 0
 
 
-def refresh(root: Path, names: list[str], *, base: bool) -> int:
-    """Take edits of the working tree into patches, or record an edited base."""
+def refresh(root: Path, names: list[str], *, base: bool, head: bool = False) -> int:
+    """Take edits into the series.
+
+    With `base`, edits between the hooks become part of the base; those that overlap a named hook
+    become part of it. Without, everything edited since the last commit becomes part of the named
+    patches.
+
+    Args:
+        root: of the repository.
+        names: patches.
+        base: whether the base may change.
+        head: read the last commit instead of the files in place.
+    """
     store, series = GitStore(root), load_series(root)
-    tree = store.working_tree()
-    patches = series.patches
-    for name in names:
-        fresh = refresh_patch(store, store.tree_of("HEAD"), tree, series, name)
-        patches = tuple(fresh if patch.name == name else patch for patch in patches)
-    new_base = reverse_series(store, strip_owned(store, tree, series.base), patches)
-    if new_base != series.base.tree and not base:
-        raise QueueError(
-            f"with {names or 'the series'} the base becomes {new_base}, not {series.base.tree}: "
-            "an edit "
-            "outside the named patches touches a base file. If that was meant, add --base"
-        )
-    write_series(root, canonical_patches(store, new_base, patches))
+    tree = store.tree_of("HEAD") if head else store.working_tree()
+    known = [patch.name for patch in series.patches]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise QueueError(f"there is no patch {unknown}; the series has {', '.join(known)}")
+    if base:
+        new_base, patches = recut_series(store, tree, series, names)
+    else:
+        patches = series.patches
+        for name in names:
+            fresh = refresh_patch(store, store.tree_of("HEAD"), tree, series, name)
+            patches = tuple(fresh if patch.name == name else patch for patch in patches)
+        new_base = reverse_series(store, strip_owned(store, tree, series.base), patches)
+        if new_base != series.base.tree:
+            raise QueueError(
+                f"with {names or 'the series'} the base becomes {new_base}, not "
+                f"{series.base.tree}: an edit outside the named patches touches a base file. If "
+                "that was meant, add --base"
+            )
+        patches = canonical_patches(store, new_base, patches)
+    write_series(root, patches)
     write_base_tree(root, new_base)
-    print(f"pq refresh: {', '.join(names) or 'base only'}; base {new_base[:12]}")
+    shutil.rmtree(root / WORKBENCH, ignore_errors=True)
+    print(f"pq refresh: {', '.join(names) or 'no hook named'}; base {new_base[:12]}")
     return 0
 
 

@@ -1,0 +1,118 @@
+"""Taking hooks off a tree whose base files were edited since the series was written.
+
+Behind `refresh --base`. A patch that comes off as it is does; where lines beside a hook have moved
+on, each of its files is merged from three sides: with the hook as the series knows it, without it,
+and as it is now. What cannot be merged is left to a person, as a file with conflict markers.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from tools.pq.git_store import GitError, GitStore
+from tools.pq.patch_file import Patch
+from tools.pq.queue_tree import QueueError, reverse_series, strip_owned
+from tools.pq.series import FOLDER, Series
+
+WORKBENCH = "build/pq"
+_MARKER = b"<<<<<<< "
+_SIDES = re.compile(r"^diff --git a/(\S+) b/\S+\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40})", re.M)
+
+
+def recut_series(
+    store: GitStore, tree: str, series: Series, hooks: Collection[str]
+) -> tuple[str, tuple[Patch, ...]]:
+    """Return the base under `tree`, and the series cut anew between the two.
+
+    Args:
+        store: the repository.
+        tree: with owned files.
+        series: as it was before the edits.
+        hooks: patches that take the edits which overlap them.
+
+    Raises:
+        QueueError: a hook does not come off; the text says where and what to do.
+    """
+    _recall_sides(store, series)
+    tree = strip_owned(store, tree, series.base)
+    patches: list[Patch] = []
+    for patch in reversed(series.patches):
+        before = _take_off(store, tree, patch, is_for_hook=patch.name in hooks)
+        diff = store.diff(before, tree)
+        if not diff:
+            raise QueueError(f"{patch.name} changes nothing any more; remove it from the series")
+        patches.append(replace(patch, diff=diff))
+        tree = before
+    return tree, tuple(reversed(patches))
+
+
+def _recall_sides(store: GitStore, series: Series) -> None:
+    """Make the files between two patches known to git: only their ids are in the series."""
+    commit = store.text("log", "-1", "--format=%H", "--", FOLDER)
+    if commit:
+        try:
+            reverse_series(store, strip_owned(store, commit, series.base), series.patches)
+        except QueueError:
+            return  # the commit was made without refreshing; what is missing is said by name
+
+
+def _take_off(store: GitStore, tree: str, patch: Patch, *, is_for_hook: bool) -> str:
+    result = store.apply(tree, patch.diff, reverse=True)
+    if result.tree is not None:
+        return result.tree
+    conflicts = []
+    for path, without, hooked in _SIDES.findall(patch.diff.decode()):
+        content = _take_off_file(store, tree, path, (without, hooked), patch.name, is_for_hook)
+        if _MARKER in content:
+            place = store.root / WORKBENCH / patch.name / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+            conflicts.append(str(place.relative_to(store.root)))
+        tree = store.with_content(tree, path, content)
+    if conflicts:
+        raise QueueError(
+            f"{patch.name} does not come off: lines of its hook, or next to it, were edited.\n"
+            "If all of these edits belong to the hook, run:\n"
+            f"  python -m tools.pq refresh --base {patch.name}\n"
+            "Otherwise make these files what they would be without the hook, and run the same "
+            f"command again:\n  {' '.join(conflicts)}"
+        )
+    return tree
+
+
+def _take_off_file(
+    store: GitStore, tree: str, path: str, sides: tuple[str, str], name: str, is_for_hook: bool
+) -> bytes:
+    """Return a file without a hook, with markers where that is not clear."""
+    place = store.root / WORKBENCH / name / path
+    if place.exists() and _MARKER not in place.read_bytes():
+        return place.read_bytes()
+    try:
+        now = store.run("cat-file", "blob", f"{tree}:{path}")
+    except GitError:
+        raise QueueError(f"{name} edits {path}, which is gone; edit or remove the patch") from None
+    try:
+        without, hooked = (store.run("cat-file", "blob", blob) for blob in sides)
+    except GitError:
+        raise QueueError(
+            f"{name} does not come off, and git does not know {path} as the series knew it; "
+            f"refresh in a clone with the whole history, from the last commit of {FOLDER}/ on"
+        ) from None
+    return _merge(store, now, hooked, without, f"without {name}", is_for_hook)
+
+
+def _merge(
+    store: GitStore, now: bytes, hooked: bytes, without: bytes, label: str, is_for_hook: bool
+) -> bytes:
+    """Take the step from `hooked` to `without` on `now`; overlaps become `without` for the hook."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [Path(folder) / name for name in ("now", "hooked", "without")]
+        for name, content in zip(names, (now, hooked, without), strict=True):
+            name.write_bytes(content)
+        flags = ["--theirs"] if is_for_hook else ["--diff3"]
+        labels = ["-L", "now", "-L", "with the hook, before", "-L", label]
+        return store.merge_file(*flags, *labels, *map(str, names))
