@@ -1,0 +1,92 @@
+// Elements of a kernel: conversion to float and back, and packs of 16 bytes, the widest access of a
+// thread. `dispatch_float` turns a tensor's dtype into an element type.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "core/cuda_check.h"
+#include "core/cuda_launch.h"
+
+namespace vllm::cuda {
+
+using bf16 = __nv_bfloat16;
+using half = __half;
+
+inline constexpr int kPackBytes = 16;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return __float2bfloat16_rn(x);
+  } else if constexpr (std::is_same_v<T, half>) {
+    return __float2half_rn(x);
+  } else {
+    return x;
+  }
+}
+
+// The nearest float that T can hold.
+template <typename T>
+__device__ __forceinline__ float round_to(float x) {
+  return to_float(from_float<T>(x));
+}
+
+template <typename T>
+struct alignas(kPackBytes) Pack {
+  static constexpr int kSize = kPackBytes / sizeof(T);
+  T item[kSize];
+};
+
+// Elements begin ... begin + kSize - 1 of a row of n, zeros beyond its end. `is_packed`: every pack
+// of the row lies on 16 bytes and is whole.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* row, int64_t begin, int64_t n,
+                                             bool is_packed) {
+  Pack<T> pack{};
+  if (is_packed) {
+    if (begin < n) pack = *reinterpret_cast<const Pack<T>*>(row + begin);
+  } else {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; ++e) {
+      if (begin + e < n) pack.item[e] = row[begin + e];
+    }
+  }
+  return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* row, int64_t begin, int64_t n, bool is_packed,
+                                           const Pack<T>& pack) {
+  if (is_packed) {
+    if (begin < n) *reinterpret_cast<Pack<T>*>(row + begin) = pack;
+  } else {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; ++e) {
+      if (begin + e < n) row[begin + e] = pack.item[e];
+    }
+  }
+}
+
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+
+// Calls f(TypeTag<T>{}) with the element type of a dtype that check_float_dtype has accepted.
+template <typename F>
+void dispatch_float(ScalarType type, F&& f) {
+  if (type == ScalarType::Float) {
+    f(TypeTag<float>{});
+  } else if (type == ScalarType::BFloat16) {
+    f(TypeTag<bf16>{});
+  } else {
+    f(TypeTag<half>{});
+  }
+}
+
+}  // namespace vllm::cuda
