@@ -1,0 +1,209 @@
+"""Offline throughput on a GPU, beside recorded figures of a peer on the same work.
+
+For each model shape a process of its own loads made-up bfloat16 weights and answers batches of
+random token ids: greedy, ends ignored, one warm-up of the same batch, then the median of the runs.
+Prints a table with the ratio to the peer and writes JSON.
+
+    python benchmarks/engine/gpu_offline.py [SHAPE ...] --runs 3 --output-json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES, write_shape
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PEER = RESULTS / "h200_peer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a shape is measured.
+
+    Attributes:
+        memory: share of the card (gpu_memory_utilization).
+        works: (input tokens, output tokens, batch).
+    """
+
+    memory: float
+    max_model_len: int
+    works: tuple[tuple[int, int, int], ...]
+
+
+_LONG = ((512, 256, 1), (512, 256, 64), (8192, 256, 32))
+PLANS: dict[str, Plan] = {
+    "qwen2-7b": Plan(
+        memory=0.9,
+        max_model_len=8192,
+        works=(*((512, 256, batch) for batch in (1, 4, 8, 16, 64, 256)), (4096, 1, 16)),
+    ),
+    "gemma3-4b": Plan(
+        memory=0.2,
+        max_model_len=32768,
+        works=((512, 256, 1), (512, 256, 64), (16384, 128, 32)),
+    ),
+    "qwen3-next-small": Plan(memory=0.3, max_model_len=32768, works=_LONG),
+    "nemotron-h-8b": Plan(memory=0.3, max_model_len=32768, works=_LONG),
+    "deepseek-v2-lite": Plan(memory=0.4, max_model_len=32768, works=_LONG),
+    "qwen2-hybrid": Plan(memory=0.9, max_model_len=8448, works=_LONG[:2]),
+}
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="*", default=list(PLANS), help="which shapes; all")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--works", help="instead of the plan's, as 512:256:1,512:256:8")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--output-json", type=Path, default=RESULTS / "h200_offline.json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(name: str, args: argparse.Namespace) -> None:
+    """Measure one shape in this process; prints one JSON line a row."""
+    started_s = time.perf_counter()
+    import torch
+
+    from vllm import LLM, SamplingParams, __version__
+
+    plan = PLANS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(write_shape(name, Path(folder))),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=plan.max_model_len,
+            gpu_memory_utilization=plan.memory,
+            max_num_seqs=256,
+            seed=0,
+            enforce_eager=args.enforce_eager,
+        )
+        vocab = SHAPES[name]["vocab_size"]
+        rng = random.Random(0)
+
+        def run(num_in: int, num_out: int, batch: int) -> float:
+            prompts = [
+                {"prompt_token_ids": [rng.randrange(10, vocab - 10) for _ in range(num_in)]}
+                for _ in range(batch)
+            ]
+            params = SamplingParams(
+                temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False
+            )
+            start_s = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            took_s = time.perf_counter() - start_s
+            assert all(len(o.outputs[0].token_ids) == num_out for o in outputs)
+            return took_s
+
+        load_s = time.perf_counter() - started_s
+        run(16, 1, 1)
+        ready = {
+            "startup_s": round(load_s, 2),
+            "first_answer_s": round(time.perf_counter() - started_s, 2),
+            "version": __version__,
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(),
+        }
+        print(json.dumps({"ready": ready}), flush=True)
+        works = plan.works
+        if args.works:
+            works = tuple(tuple(map(int, w.split(":"))) for w in args.works.split(","))
+        for work in works:
+            num_in, num_out, batch = work
+            times = [run(*work) for _ in range(args.runs + 1)][1:]
+            median_s = statistics.median(times)
+            row = {
+                "model": name,
+                "input": num_in,
+                "output": num_out,
+                "batch": batch,
+                "median_s": median_s,
+                "min_s": min(times),
+                "max_s": max(times),
+                "out_tok_s": batch * num_out / median_s,
+                "total_tok_s": batch * (num_in + num_out) / median_s,
+            }
+            print(json.dumps({"row": row}), flush=True)
+
+
+def find_peer(row: dict[str, Any]) -> float | None:
+    """Return the peer's seconds for the same work, None where it has none."""
+    if not PEER.is_file():
+        return None
+    keys = ("model", "input", "output", "batch")
+    for peer in json.loads(PEER.read_text())["rows"]:
+        if all(peer[key] == row[key] for key in keys):
+            return float(peer["median_s"])
+    return None
+
+
+def run_child(name: str, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure one shape in a process of its own and take in what it prints."""
+    command = [sys.executable, __file__, "--child", name, "--runs", str(args.runs)]
+    command += ["--works", args.works] if args.works else []
+    command += ["--enforce-eager"] if args.enforce_eager else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if not line.startswith('{"r'):
+                continue
+            message = json.loads(line)
+            if "ready" in message:
+                result["ready"][name] = message["ready"]
+                print(f"{name}: ready in {message['ready']['first_answer_s']} s", flush=True)
+                continue
+            row = message["row"]
+            peer_s = find_peer(row)
+            row["peer_s"] = peer_s
+            row["times_peer"] = None if peer_s is None else peer_s / row["median_s"]
+            result["rows"].append(row)
+            ratio = "" if peer_s is None else f"  {row['times_peer']:.3f} times the peer"
+            print(
+                f"{name:18} {row['input']:6}:{row['output']:<4} x {row['batch']:<4}"
+                f"{row['median_s']:9.3f} s {row['out_tok_s']:10.1f} out tok/s{ratio}",
+                flush=True,
+            )
+            args.output_json.write_text(json.dumps(result, indent=1) + "\n")
+    if child.returncode:
+        result["failed"].append(name)
+        args.output_json.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{name}: failed with exit status {child.returncode}", flush=True)
+
+
+def main() -> int:
+    """Measure every shape that was asked for."""
+    args = parse_args()
+    if args.child:
+        measure(args.child, args)
+        return 0
+    result: dict[str, Any] = {
+        "what": "offline throughput, made-up bfloat16 weights, greedy, medians",
+        "command": " ".join(["python", "benchmarks/engine/gpu_offline.py", *sys.argv[1:]]),
+        "machine": {"python": platform.python_version()},
+        "runs": args.runs,
+        "ready": {},
+        "rows": [],
+        "failed": [],
+    }
+    for name in args.shapes:
+        run_child(name, args, result)
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
