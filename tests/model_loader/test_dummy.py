@@ -33,13 +33,13 @@ def places_of(model: CausalLM) -> dict[str, WeightPlace]:
 
 def make(name: str, tp: TensorParallel | None = None) -> dict[str, Tensor]:
     model = build(name, tp or TensorParallel.single())
-    return dict(iterate_dummy(places_of(model), torch.float32))
+    return dict(iterate_dummy(places_of(model), torch.float32, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_takes_them_all(name: str) -> None:
     model = build(name, TensorParallel.single())
-    report = model.load_weights(iterate_dummy(places_of(model), torch.float32))
+    report = model.load_weights(iterate_dummy(places_of(model), torch.float32, torch.device("cpu")))
     assert not report.unused and not report.ignored
 
 

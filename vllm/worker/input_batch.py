@@ -47,6 +47,7 @@ class StepInput:
         rows: the sequences they belong to.
         sampled: indices (into the lists above) of the rows that need logits.
         order: plan index of each row, or None where the plan's order was kept.
+        is_decode: whether every row has one new token and wants the next.
     """
 
     batch: ForwardBatch
@@ -54,6 +55,7 @@ class StepInput:
     rows: list[BatchRow]
     sampled: list[int]
     order: list[int] | None
+    is_decode: bool
 
 
 class InputBatch:
@@ -76,7 +78,7 @@ class InputBatch:
         self._device = device
         self._max_tokens = max_model_len + 1  # the token sampled at the last position
         self._token_ids: Int64Array = np.zeros((capacity, self._max_tokens), dtype=np.int64)
-        self._tables = [BlockTable(g, capacity, self._max_tokens) for g in geometries]
+        self._tables = [self._make_table(g, capacity) for g in geometries]
         self._rows: dict[int, BatchRow] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._make_ramps(capacity)
@@ -105,16 +107,18 @@ class InputBatch:
                 if block_ids:
                     table.append(row.index, block_ids)
         sampled = [i for i, row in enumerate(plan_rows) if row.num_samples > 0]
+        is_decode = order is None and len(sampled) == len(rows)
         return StepInput(
             batch=(
                 self._build_decode(plan_rows, rows)
-                if order is None and len(sampled) == len(rows)
+                if is_decode
                 else self._build_mixed(plan_rows, rows, sampled)
             ),
             plan_rows=plan_rows,
             rows=rows,
             sampled=sampled,
             order=order,
+            is_decode=is_decode,
         )
 
     def append_tokens(self, rows: Sequence[BatchRow], tokens: Sequence[int]) -> None:
@@ -145,6 +149,9 @@ class InputBatch:
             num_prompt_tokens=new.num_prompt_tokens,
             state=SamplingState(new),
         )
+
+    def _make_table(self, geometry: GroupGeometry, num_rows: int) -> BlockTable:
+        return BlockTable(geometry, num_rows, self._max_tokens)
 
     def _grow(self) -> None:
         old = len(self._token_ids)

@@ -15,7 +15,7 @@ from vllm.attention.backends.abstract import KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.attention.layer import Attention
 from vllm.attention.selector import resolve_kernels
-from vllm.cache_spec import LayerCacheSpec
+from vllm.cache_spec import KVCacheGroup, LayerCacheSpec
 from vllm.config import EngineConfig
 from vllm.hybrid.apply import limit_layers, name_specs
 from vllm.hybrid.grouping import group_layers
@@ -40,6 +40,11 @@ class LayerSetup:
     specs: tuple[LayerCacheSpec, ...] = ()
     kernels: tuple[LayerKernel, ...] = ()
     block_tokens: tuple[int, ...] = ()
+
+    @property
+    def kernel_names(self) -> dict[int, str]:
+        """Layer index -> kernel."""
+        return {choice.layer: choice.kernel for choice in self.kernels}
 
 
 def set_up_layers(
@@ -83,11 +88,16 @@ def set_up_layers(
     )
 
 
+def list_groups(specs: Sequence[LayerCacheSpec], config: EngineConfig) -> tuple[KVCacheGroup, ...]:
+    """Return the groups that the layers fall into on this rank."""
+    return group_layers(specs, config.hybrid, config.cache_config.block_size)
+
+
 def count_full_bytes(specs: Sequence[LayerCacheSpec], config: EngineConfig) -> int:
     """Return the bytes of cache that as many sequences as may run fill at their full length."""
     scheduler = config.scheduler_config
     return count_hybrid_bytes(
-        group_layers(specs, config.hybrid, config.cache_config.block_size),
+        list_groups(specs, config),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

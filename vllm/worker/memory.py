@@ -38,7 +38,12 @@ def choose_cpu_cache_bytes(
 
 
 def choose_gpu_cache_bytes(
-    *, total_bytes: int, free_bytes: int, own_peak_bytes: int, utilization: float
+    *,
+    total_bytes: int,
+    free_bytes: int,
+    own_peak_bytes: int,
+    utilization: float,
+    wanted_bytes: int | None = None,
 ) -> tuple[int, str]:
     """Return the bytes of one rank's cache on a GPU, and a warning or an empty text.
 
@@ -50,10 +55,18 @@ def choose_gpu_cache_bytes(
         free_bytes: what is free right now, this instance's peak already taken.
         own_peak_bytes: weights and the largest step's activations of this instance.
         utilization: the memory fraction.
+        wanted_bytes: what was asked for, whatever the fraction; None goes by the fraction.
 
     Raises:
-        OutOfMemoryError: nothing is left; the message has the numbers.
+        OutOfMemoryError: nothing is left, or less than was asked for; the message has the numbers.
     """
+    if wanted_bytes:
+        if wanted_bytes > free_bytes:
+            raise OutOfMemoryError(
+                f"a KV cache of {wanted_bytes / GIB:.2f} GiB was asked for, but only "
+                f"{free_bytes / GIB:.2f} GiB of the card are free for it; ask for less or free some"
+            )
+        return wanted_bytes, ""
     budget = int(total_bytes * utilization) - own_peak_bytes
     numbers = (
         f"{utilization:g} of {total_bytes / GIB:.2f} GiB less this instance's peak of "

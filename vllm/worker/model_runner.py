@@ -20,6 +20,7 @@ from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import RowOutput, StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.input_batch import InputBatch, StepInput
+from vllm.worker.pending_step import FinishedStep, PendingStep
 from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
 
 
@@ -48,8 +49,11 @@ class ModelRunner:
         self._device = device
         self._sampler = Sampler()
         self._input_batch = InputBatch(max_num_seqs, max_model_len, cache.geometries, device)
-        views = ((cache.caches[layer], kernel) for layer, kernel in kernels.items())
-        self._kernels = sorted({(view.group, kernel) for view, kernel in views if view is not None})
+        self._kernels = list_group_kernels(cache, kernels)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run one step, which is through when this returns."""
+        return FinishedStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -68,7 +72,7 @@ class ModelRunner:
         results = self._sample(step, hidden_TE, plan.token_masks)
         return StepOutput(
             step=plan.step,
-            rows=_make_outputs(step, results, prompt_logprobs),
+            rows=make_outputs(step, results, prompt_logprobs),
             forward_ms=(time.perf_counter() - started_s) * 1e3,
         )
 
@@ -110,7 +114,18 @@ class ModelRunner:
         return self._tp.broadcast(ids).tolist()
 
 
-def _make_outputs(
+def list_group_kernels(cache: CacheEngine, kernels: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Return every (group, kernel) that some layer uses, sorted.
+
+    Args:
+        cache: which group each layer's views belong to.
+        kernels: kernel of each attention layer.
+    """
+    views = ((cache.caches[layer], kernel) for layer, kernel in kernels.items())
+    return sorted({(view.group, kernel) for view, kernel in views if view is not None})
+
+
+def make_outputs(
     step: StepInput, results: list[SampleResult], prompt_logprobs: Mapping[int, PromptLogprobs]
 ) -> list[RowOutput]:
     """Put results back into the order of the plan."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from vllm.step import StepOutput
+from vllm.step import StepOutput, StepPlan
 
 
 class PendingStep(Protocol):
@@ -42,3 +42,11 @@ class FinishedStep:
     def wait(self) -> StepOutput:
         """See `PendingStep.wait`."""
         return self._output
+
+
+class Runner(Protocol):
+    """What runs the steps of a rank; one for each kind of device."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start one step."""
+        ...

@@ -16,7 +16,6 @@ from vllm._custom_ops.library import load_extension
 from vllm.cache_spec import CacheLayout
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.interfaces import TextModel
@@ -27,7 +26,7 @@ from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.layer_setup import LayerSetup, count_full_bytes, set_up_layers
 from vllm.worker.memory import GIB, choose_cpu_cache_bytes
 from vllm.worker.model_runner import ModelRunner
-from vllm.worker.pending_step import FinishedStep, PendingStep
+from vllm.worker.pending_step import PendingStep, Runner
 from vllm.worker.report import RankReport
 from vllm.worker.threads import apply_threads
 
@@ -42,20 +41,19 @@ class Worker:
     """
 
     def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
-        if config.device_config.device != "cpu":
-            raise ConfigError(
-                f"device {config.device_config.device!r} is not served by this version; "
-                "allowed: 'cpu'"
-            )
         self._config = config
         self._tp = tp
         self._device = torch.device(config.device_config.device)
         self._platform = get_platform(config.device_config.device)
         self._model: TextModel | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
         self._layers = LayerSetup()
+        load_extension()  # a broken one is said now, not after the weights
+        if self._device.type == "cuda":
+            from vllm.worker import gpu_setup  # noqa: PLC0415
+
+            self._device = gpu_setup.set_up_device(tp.rank)
         if isinstance(self._platform, CpuPlatform):
-            load_extension()  # a broken one is said now, not after the weights
             bind = envs.VLLM_CPU_OMP_THREADS_BIND
             apply_threads(bind, tp.rank, tp.size, self._platform.list_cpus())
 
@@ -78,11 +76,12 @@ class Worker:
         model = self._model = cast(TextModel, module)
         layers = self._layers = set_up_layers(model, config, self._platform, self._device)
         self._tp.barrier()  # free memory means something only when every rank has loaded
+        cache_bytes = self._choose_cache_bytes(model)
         weights = {*module.parameters(), *module.buffers()}  # a tied one counts once
         return RankReport(
             rank=self._tp.rank,
             cache_specs=layers.specs,
-            cache_bytes=self._choose_cache_bytes(),
+            cache_bytes=cache_bytes,
             kernels=layers.kernels,
             block_tokens=layers.block_tokens,
             weight_bytes=sum(t.numel() * t.element_size() for t in weights),
@@ -92,7 +91,6 @@ class Worker:
     def initialize_cache(self, layout: CacheLayout) -> None:
         """Allocate the arena of `layout` and make ready for steps."""
         assert self._model is not None, "the model must be loaded before its cache"
-        scheduler = self._config.scheduler_config
         cache = CacheEngine(
             self._layers.specs,
             layout,
@@ -100,25 +98,17 @@ class Worker:
             kernel_block_tokens=self._layers.block_tokens,
             uncached_types=self._config.hybrid.uncached_types,
         )
-        self._runner = ModelRunner(
-            self._model,
-            cache,
-            {choice.layer: choice.kernel for choice in self._layers.kernels},
-            self._tp,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=scheduler.max_model_len,
-            device=self._device,
-        )
+        self._runner = self._make_runner(self._model, cache)
         logger.debug("rank %d: KV cache of %.2f GiB", self._tp.rank, cache.arena.numel() / GIB)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start one step; the one before need not have been waited for."""
-        return FinishedStep(self.execute(plan))
+        assert self._runner is not None, "the cache must be laid out before the first step"
+        return self._runner.submit(plan)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step."""
-        assert self._runner is not None, "the cache must be laid out before the first step"
-        return self._runner.execute(plan)
+        return self.submit(plan).wait()
 
     def close(self) -> None:
         """Let go of the model, the cache and the other ranks; safe to call twice."""
@@ -126,7 +116,31 @@ class Worker:
         self._model = None
         self._tp.close()
 
-    def _choose_cache_bytes(self) -> int:
+    def _make_runner(self, model: TextModel, cache: CacheEngine) -> Runner:
+        if self._device.type == "cuda":
+            from vllm.worker import gpu_setup  # noqa: PLC0415  brings Triton along
+
+            return gpu_setup.make_runner(
+                model, cache, self._layers, self._config, self._tp, self._device
+            )
+        scheduler = self._config.scheduler_config
+        return ModelRunner(
+            model,
+            cache,
+            self._layers.kernel_names,
+            self._tp,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=scheduler.max_model_len,
+            device=self._device,
+        )
+
+    def _choose_cache_bytes(self, model: TextModel) -> int:
+        if self._device.type == "cuda":
+            from vllm.worker import gpu_setup  # noqa: PLC0415
+
+            return gpu_setup.choose_cache_bytes(
+                model, self._layers, self._config, self._tp, self._platform, self._device
+            )
         own_bytes = self._config.cache_config.cache_bytes
         wanted_bytes = own_bytes or int(envs.VLLM_CPU_KVCACHE_SPACE * GIB)
         return choose_cpu_cache_bytes(

@@ -22,26 +22,28 @@ _RANGE = 0.035  # of matrices; the standard deviation is 0.02, as models are ini
 
 
 def iterate_dummy(
-    places: Mapping[str, WeightPlace], dtype: torch.dtype
+    places: Mapping[str, WeightPlace], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor for every name: norms that do nothing, matrices and biases at random.
 
     Args:
         places: where a model wants each tensor; the whole shape is taken from it.
         dtype: element type of the values.
+        device: where the values are made; they are the same on every device.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    block = torch.empty(_BLOCK_ELEMENTS).uniform_(-_RANGE, _RANGE, generator=generator).to(dtype)
+    block = torch.empty(_BLOCK_ELEMENTS).uniform_(-_RANGE, _RANGE, generator=generator)
+    block = block.to(device, dtype)
     for name, place in places.items():
         if len(place.shape) == 1 and name.endswith(".weight"):
-            yield name, torch.full(place.shape, 1.0 - place.offset, dtype=dtype)
+            yield name, torch.full(place.shape, 1.0 - place.offset, dtype=dtype, device=device)
         else:
             yield name, make_values(name, place.shape, block)
 
 
 def make_values(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
     """Fill a tensor from `block`, going round, starting where the name says."""
-    values = torch.empty(shape, dtype=block.dtype)
+    values = torch.empty(shape, dtype=block.dtype, device=block.device)
     flat = values.view(-1)
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     start = int.from_bytes(digest, "little") % block.numel()

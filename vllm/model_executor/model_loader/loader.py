@@ -87,7 +87,7 @@ def load_model(
     weight_bytes = check_memory(build(torch.device("meta")), model_config, device, tp)
     model = build(device)
     text_model = cast(TextModel, model)  # what the registry promises of its classes
-    report = _fill(text_model, model_config, load_config, dtype, tp)
+    report = _fill(text_model, model_config, load_config, dtype, device, tp)
     if tp.rank == 0:  # every rank reads the same files
         log_report(report, model_config.model)
     text_model.finish_loading()
@@ -108,6 +108,7 @@ def _fill(
     model_config: ModelConfig,
     load_config: LoadConfig,
     dtype: torch.dtype,
+    device: torch.device,
     tp: TensorParallel,
 ) -> LoadReport:
     weights: Iterable[tuple[str, Tensor]]
@@ -119,7 +120,7 @@ def _fill(
             )
         targets = expand_rows(model.weight_rows, model)
         places = {name: t.module.place(t.field, t.shard) for name, t in targets.items()}
-        weights = iterate_dummy(places, dtype)
+        weights = iterate_dummy(places, dtype, device)
     else:
         use_tqdm = load_config.use_tqdm and tp.rank == 0
         weights = iterate_weights(model_config, load_config, dtype, use_tqdm=use_tqdm)

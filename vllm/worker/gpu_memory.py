@@ -1,0 +1,190 @@
+"""How much memory a model's largest step takes on a GPU, found by running it.
+
+Called by the worker between loading and the layout of the cache. Runs a prefill of the token
+budget, the logits and the draw of all rows, and captures the largest decode graph, all on a cache
+of two superblocks that is freed again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.batch import ForwardBatch, GroupBatch
+from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.sampler import Sampler, SampleRequest
+from vllm.model_executor.layers.sampling_state import SamplingState
+from vllm.model_executor.models.interfaces import TextModel
+from vllm.step import NewRow, RowSampling
+from vllm.worker.block_table import GroupGeometry
+from vllm.worker.cache_engine import CacheEngine
+from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+
+_GRAPH_BYTES = 8 << 20
+"""What the driver keeps for one more graph beside the memory that it shares with the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Bytes on one GPU.
+
+    Attributes:
+        weight_bytes: held by tensors before the largest step.
+        step_bytes: that the largest step takes on top.
+        graph_bytes: that the decode graphs will take.
+        foreign_bytes: of other processes and of libraries, outside torch's allocator.
+    """
+
+    weight_bytes: int
+    step_bytes: int
+    graph_bytes: int
+    foreign_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """What this instance needs beside its cache."""
+        return self.weight_bytes + self.step_bytes + self.graph_bytes
+
+
+def measure_memory(
+    model: TextModel,
+    specs: Sequence[LayerCacheSpec],
+    groups: Sequence[KVCacheGroup],
+    kernels: Mapping[int, str],
+    tp: TensorParallel,
+    *,
+    limits: RunnerLimits,
+    device: torch.device,
+) -> MemoryProfile:
+    """Run the largest step and the largest graph and say what they took.
+
+    Args:
+        model: loaded, with its kernels bound.
+        specs: what its layers keep.
+        groups: the cache groups.
+        kernels: kernel of each attention layer.
+        tp: the ranks.
+        limits: what a step may hold.
+        device: where it runs.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    weight_bytes = torch.cuda.memory_allocated()
+    cache = CacheEngine(specs, _lay_out_least(groups), device)
+    runner = GpuModelRunner(model, cache, kernels, tp, limits=limits, device=device)
+    _run_largest_step(model, runner, cache.geometries, limits, device)
+    step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
+    torch.cuda.empty_cache()
+    graph_bytes = _measure_graphs(runner, limits)
+    del runner, cache
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return MemoryProfile(
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+        foreign_bytes=total - free - torch.cuda.memory_reserved(),
+    )
+
+
+def _lay_out_least(groups: Sequence[KVCacheGroup]) -> CacheLayout:
+    """Return the layout of one superblock of one block, beside the pad blocks'."""
+    return CacheLayout(
+        groups=tuple(
+            GroupLayout(
+                name=group.name,
+                layers=group.layers,
+                block_tokens=group.block_tokens,
+                blocks_per_superblock=1,
+            )
+            for group in groups
+        ),
+        num_superblocks=1,
+    )
+
+
+@torch.inference_mode()
+def _run_largest_step(
+    model: TextModel,
+    runner: GpuModelRunner,
+    geometries: Sequence[GroupGeometry],
+    limits: RunnerLimits,
+    device: torch.device,
+) -> None:
+    batch = _make_prefill(geometries, limits, device)
+    hidden_TE = runner.run_forward(batch)
+    rows = torch.arange(limits.max_num_seqs, device=device) % len(hidden_TE)
+    _draw(model.compute_logits(hidden_TE[rows]))
+    torch.cuda.synchronize()
+
+
+def _draw(logits_LV: Tensor) -> None:
+    """Sample every row by the most costly rules."""
+    sampling = RowSampling(top_k=50, top_p=0.9, min_p=0.01)
+    row = NewRow(
+        seq_id=0,
+        branch=0,
+        token_ids=[0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=(),
+        sampling=sampling,
+    )
+    state = SamplingState(row)
+    Sampler().start(logits_LV, [SampleRequest(state, num_outputs=0)] * len(logits_LV)).wait()
+
+
+def _make_prefill(
+    geometries: Sequence[GroupGeometry], limits: RunnerLimits, device: torch.device
+) -> ForwardBatch:
+    """Return a step of the whole token budget: new prompts, as long as may be, stored nowhere."""
+    longest = min(limits.max_model_len, limits.max_num_batched_tokens)
+    lens = [longest] * (limits.max_num_batched_tokens // longest)
+    if rest := limits.max_num_batched_tokens % longest:
+        lens.append(rest)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    ends = torch.cumsum(seq_lens, 0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n, device=device) for n in lens])
+    groups = []
+    for geometry in geometries:
+        width = 1 if geometry.is_per_sequence else -(-longest // geometry.block_tokens)
+        shape = (len(lens), width)
+        num_slots = 0 if geometry.is_per_sequence else len(positions)
+        groups.append(
+            GroupBatch(
+                block_offsets=torch.full(
+                    shape, geometry.pad_offset, dtype=torch.int32, device=device
+                ),
+                slots=torch.full((num_slots, 2), -1, dtype=torch.int32, device=device),
+                block_tokens=geometry.block_tokens,
+            )
+        )
+    return ForwardBatch(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        cu_query_lens=torch.cat((torch.zeros_like(ends[:1]), ends)),
+        seq_lens=seq_lens,
+        logits_rows=ends.long() - 1,
+        groups=tuple(groups),
+        max_query_len=longest,
+        max_seq_len=longest,
+        num_decode_rows=lens.count(1),
+    )
+
+
+def _measure_graphs(runner: GpuModelRunner, limits: RunnerLimits) -> int:
+    """Capture the largest decode graph, see what it holds, and let it go with the runner."""
+    if not limits.has_graphs:
+        return 0
+    before = torch.cuda.memory_reserved()
+    sizes = runner.graph_sizes
+    runner.capture(sizes=sizes[-1:])
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.memory_reserved() - before) + _GRAPH_BYTES * len(sizes)

@@ -1,0 +1,199 @@
+"""One step on one GPU: everything is queued when `submit` returns, nothing is waited for.
+
+The worker calls `submit` and, later, `wait` on what it got; up to two steps are on their way. The
+tokens that a step chooses stay on the device, where the next one finds them. As the CPU's runner,
+it knows no requests and no owners of blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.attention.backends.paged_attn import PagedAttention
+from vllm.batch import AttentionState, ForwardBatch
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.sampler import PendingSamples, Sampler, SampleRequest
+from vllm.model_executor.models.interfaces import TextModel
+from vllm.step import StepOutput, StepPlan
+from vllm.worker.cache_engine import CacheEngine
+from vllm.worker.cuda_graph import DecodeGraphs, list_graph_sizes
+from vllm.worker.gpu_input_batch import GpuInputBatch
+from vllm.worker.input_batch import BatchRow, StepInput
+from vllm.worker.model_runner import list_group_kernels, make_outputs
+from vllm.worker.pending_step import FinishedStep, PendingStep
+from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """The most of everything that a runner prepares for.
+
+    Attributes:
+        has_graphs: whether decode steps are captured.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    has_graphs: bool
+
+
+class GpuModelRunner:
+    """Queues plans on a loaded model.
+
+    Args:
+        cache: this rank's cache.
+        kernels: kernel of each attention layer.
+    """
+
+    def __init__(
+        self,
+        model: TextModel,
+        cache: CacheEngine,
+        kernels: Mapping[int, str],
+        tp: TensorParallel,
+        *,
+        limits: RunnerLimits,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._tp = tp
+        self._sampler = Sampler()
+        self._kernels = list_group_kernels(cache, kernels)
+        sizes = list_graph_sizes(limits.max_num_seqs) if limits.has_graphs else ()
+        self._input_batch = GpuInputBatch(
+            limits.max_num_seqs,
+            limits.max_model_len,
+            limits.max_num_batched_tokens,
+            cache.geometries,
+            device,
+            decode_sizes=sizes,
+        )
+        self._graphs = DecodeGraphs(self.run_decode, sizes)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that have, or will have, a graph; ascending."""
+        return self._graphs.sizes
+
+    @torch.inference_mode()
+    def capture(self, *, sizes: Sequence[int] | None = None) -> None:
+        """Capture the decode graphs; `sizes` limits them, for measuring."""
+        if sizes is not None:
+            self._graphs = DecodeGraphs(self.run_decode, sizes)
+        if self._graphs.sizes:
+            self._graphs.capture()
+
+    def run_decode(self, num_rows: int) -> Tensor:
+        """Queue a decode step of the rows in the input batch's columns; [rows, E]."""
+        self._input_batch.prepare_decode(num_rows)
+        return self.run_forward(self._input_batch.view_decode(num_rows))
+
+    def run_forward(self, batch: ForwardBatch) -> Tensor:
+        """Queue one forward pass; [T, E]."""
+        plans = PagedAttention.plan(batch, self._kernels)
+        return self._model.forward(batch, AttentionState(caches=self._cache.caches, plans=plans))
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Queue one step; outputs come in the order of the plan's rows."""
+        started_s = time.perf_counter()
+        self._cache.prepare_step(plan)
+        step = self._input_batch.apply(plan)
+        if step is None:
+            return FinishedStep(StepOutput(step=plan.step, rows=[]))
+        hidden_TE = self._run_step(step)
+        prompt_logprobs = collect_prompt_logprobs(
+            step, hidden_TE, self._model.compute_logits, self._input_batch
+        )
+        rows = [step.rows[i] for i in step.sampled]
+        positions = [row.num_tokens for row in rows]
+        samples = self._sample(step, hidden_TE, plan.token_masks) if rows else None
+        return GpuPendingStep(
+            step=step,
+            number=plan.step,
+            input_batch=self._input_batch,
+            sampled=rows,
+            positions=positions,
+            samples=samples,
+            prompt_logprobs=prompt_logprobs,
+            done=torch.cuda.current_stream().record_event(),
+            started_s=started_s,
+        )
+
+    def _run_step(self, step: StepInput) -> Tensor:
+        if not step.is_decode:
+            return self.run_forward(step.batch)
+        num_rows = len(step.batch.input_ids)
+        if num_rows in self._graphs:
+            return self._graphs.replay(num_rows)
+        return self.run_decode(num_rows)
+
+    def _sample(
+        self, step: StepInput, hidden_TE: Tensor, token_masks: Mapping[int, bytes]
+    ) -> PendingSamples:
+        """Queue the choice of the tokens; the rows go on with them on the device."""
+        num_sampled = len(step.sampled)
+        # Rows of padding come last in a decode step.
+        kept = slice(num_sampled) if step.is_decode else step.batch.logits_rows
+        hidden_LE = hidden_TE[kept]
+        logits_LV = self._model.compute_logits(hidden_LE)
+        rows = [step.rows[i] for i in step.sampled]
+        requests = [
+            SampleRequest(
+                row.state,
+                step.plan_rows[i].num_samples,
+                token_masks.get(step.plan_rows[i].seq_id),
+                num_outputs=row.num_tokens - row.num_prompt_tokens,
+            )
+            for i, row in zip(step.sampled, rows, strict=True)
+        ]
+        samples = self._sampler.start(logits_LV, requests)
+        next_ids = samples.next_ids
+        if self._tp.size > 1:  # every rank has the logits, but only one choice may count
+            next_ids = self._tp.broadcast(next_ids.clone())
+        self._input_batch.advance(rows, next_ids)
+        return samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GpuPendingStep:
+    """A step on its way; see PendingStep.
+
+    Attributes:
+        sampled: rows that get a token, in sampling order.
+        positions: where each of those tokens stands in its sequence.
+        samples: what was chosen for them, None where no row is sampled.
+        done: recorded behind everything that the step queued.
+    """
+
+    step: StepInput
+    number: int
+    input_batch: GpuInputBatch
+    sampled: list[BatchRow]
+    positions: list[int]
+    samples: PendingSamples | None
+    prompt_logprobs: Mapping[int, PromptLogprobs]
+    done: torch.cuda.Event
+    started_s: float
+
+    def synchronize(self) -> None:
+        """See PendingStep."""
+        self.done.synchronize()
+
+    def wait(self) -> StepOutput:
+        """See PendingStep."""
+        results = self.samples.wait() if self.samples is not None else []
+        ids = [r.token_ids[0] if r.token_ids else -1 for r in results]
+        self.input_batch.settle(self.sampled, self.positions, ids)
+        return StepOutput(
+            step=self.number,
+            rows=make_outputs(self.step, results, self.prompt_logprobs),
+            forward_ms=(time.perf_counter() - self.started_s) * 1e3,
+        )

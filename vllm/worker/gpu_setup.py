@@ -1,0 +1,99 @@
+"""What a rank on a GPU does where one on a CPU does something else; called by the worker.
+
+Imported only where the model is on a GPU: it brings the Triton ops along.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm._custom_ops.triton.table import register_triton_ops
+from vllm.config import EngineConfig
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import TextModel
+from vllm.platforms.interface import Platform
+from vllm.worker.cache_engine import CacheEngine
+from vllm.worker.gpu_memory import measure_memory
+from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+from vllm.worker.layer_setup import LayerSetup, list_groups
+from vllm.worker.memory import GIB, choose_gpu_cache_bytes
+
+logger = init_logger(__name__)
+
+
+def set_up_device(index: int) -> torch.device:
+    """Make a GPU this process's own and register the ops that run on it."""
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    register_triton_ops()
+    return device
+
+
+def read_limits(config: EngineConfig) -> RunnerLimits:
+    """Return what a step may hold."""
+    scheduler = config.scheduler_config
+    return RunnerLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=scheduler.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        has_graphs=not config.model_config.enforce_eager,
+    )
+
+
+def choose_cache_bytes(
+    model: TextModel,
+    layers: LayerSetup,
+    config: EngineConfig,
+    tp: TensorParallel,
+    platform: Platform,
+    device: torch.device,
+) -> int:
+    """Return the bytes of this rank's cache, from what the largest step really takes.
+
+    Raises:
+        OutOfMemoryError: nothing is left, or less than was asked for.
+    """
+    profile = measure_memory(
+        model,
+        layers.specs,
+        list_groups(layers.specs, config),
+        layers.kernel_names,
+        tp,
+        limits=read_limits(config),
+        device=device,
+    )
+    logger.info(
+        "Memory: weights %.2f GiB, largest step %.2f GiB, graphs %.2f GiB, outside torch %.2f GiB",
+        profile.weight_bytes / GIB,
+        profile.step_bytes / GIB,
+        profile.graph_bytes / GIB,
+        profile.foreign_bytes / GIB,
+    )
+    memory = platform.get_memory(tp.rank)
+    cache_bytes, warning = choose_gpu_cache_bytes(
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.free_bytes - profile.step_bytes - profile.graph_bytes,
+        own_peak_bytes=profile.peak_bytes,
+        utilization=config.cache_config.gpu_memory_utilization,
+        wanted_bytes=config.cache_config.cache_bytes,
+    )
+    if warning:
+        logger.warning("%s", warning)
+    return cache_bytes
+
+
+def make_runner(
+    model: TextModel,
+    cache: CacheEngine,
+    layers: LayerSetup,
+    config: EngineConfig,
+    tp: TensorParallel,
+    device: torch.device,
+) -> GpuModelRunner:
+    """Return a runner that is ready for steps, its graphs captured."""
+    runner = GpuModelRunner(
+        model, cache, layers.kernel_names, tp, limits=read_limits(config), device=device
+    )
+    runner.capture()
+    return runner
