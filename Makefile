@@ -16,11 +16,12 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 NAME := smollm2-135m-instruct
+BASE := build/base
 
 OPS_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py
 CPP_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup build models serve test lint format bench-cpu wheel sdist clean distclean
+.PHONY: help setup build models serve test lint format bench-cpu base wheel sdist clean distclean
 
 help:
 	@echo "make serve      serve SmolLM2-135M-Instruct at http://$(HOST):$(PORT)"
@@ -28,6 +29,7 @@ help:
 	@echo "make build      the compiled ops         make format     rewrite sources in house form"
 	@echo "make wheel      dist/*.whl               make sdist      dist/*.tar.gz"
 	@echo "make models     the two real test models make bench-cpu  compare with CPU peers (minutes)"
+	@echo "make base       the engine without hybrid mode, in $(BASE), and its tests"
 	@echo "make clean      build products           make distclean  also .venv and .models"
 
 $(VENV)/.created:
@@ -73,6 +75,14 @@ serve: $(VENV)/.built $(VENV)/.smollm2
 
 test: $(VENV)/.built models
 	@$(PY) -m pytest -m "not gpu and not multi_gpu and not slow" $(TEST_ARGS)
+
+# The series reversed and the owned files gone (patches/README.md).
+base: $(VENV)/.built models
+	@rm -rf $(BASE)
+	@$(PY) -m tools.pq base $(BASE)
+	@$(PY) -m tools.pq.base_ops $(BASE)
+	@ln -s ../../.models $(BASE)/.models
+	@cd $(BASE) && PYTHONPATH="$$PWD" $(CURDIR)/$(PY) -m pytest -m "not gpu and not multi_gpu and not slow" $(TEST_ARGS)
 
 lint: $(VENV)/.built
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""`python -m tools.pq VERB`: import, export, verify, refresh, rebase, report, base."""
+"""`python -m tools.pq VERB`: import, export, verify, refresh, add, rebase, report, base."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("names", nargs="*", metavar="PATCH")
     command.add_argument("--base", action="store_true", help="also record an edited base")
     command.add_argument("--head", action="store_true", help=_HEAD)
+    command = sub.add_parser("add", help="make a new patch of edits since the last commit")
+    command.add_argument("name", help="NNNN-concern, after the last one")
+    command.add_argument("paths", nargs="+", metavar="PATH")
+    command.add_argument("-F", "--file", type=Path, required=True, help="subject, why, trailers")
     command = sub.add_parser("rebase", help="try the series on another base")
     command.add_argument("--onto", required=True, metavar="REVISION")
     command.add_argument("--json", action="store_true")
@@ -38,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true")
     command = sub.add_parser("base", help="write the base tree into a folder")
     command.add_argument("folder", type=Path)
+    command.add_argument("--head", action="store_true", help=_HEAD)
     return parser
 
 
@@ -49,9 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         "import": lambda: verbs.import_series(ROOT, args.branch),
         "export": lambda: verbs.export(ROOT, check=args.check, branch=args.branch),
         "refresh": lambda: verbs.refresh(ROOT, args.names, base=args.base, head=args.head),
+        "add": lambda: verbs.add(ROOT, args.name, args.file.read_text(), args.paths),
         "rebase": lambda: verbs.rebase(ROOT, args.onto, as_json=args.json, branch=args.branch),
         "report": lambda: verbs.report(ROOT, as_json=args.json),
-        "base": lambda: verbs.checkout_base(ROOT, args.folder),
+        "base": lambda: verbs.checkout_base(ROOT, args.folder, head=args.head),
     }
     try:
         return actions[args.verb]()

@@ -48,7 +48,7 @@ def reverse_series(store: GitStore, tree: str, patches: tuple[Patch, ...]) -> st
         if result.tree is None:
             raise QueueError(
                 f"{patch.name} does not reverse on the tree in place: {result.message}\n"
-                "If the hook itself was edited, run: python -m tools.pq refresh NAME"
+                "Run: python -m tools.pq refresh --base"
             )
         tree = result.tree
     return tree

@@ -1,8 +1,9 @@
 """Taking hooks off a tree whose base files were edited since the series was written.
 
-Behind `refresh --base`. A patch that comes off as it is does; where lines beside a hook have moved
-on, each of its files is merged from three sides: with the hook as the series knows it, without it,
-and as it is now. What cannot be merged is left to a person, as a file with conflict markers.
+Behind `refresh --base`. A patch that comes off as it is does. Where lines beside a hook have moved
+on, its own lines are looked for in the file; where these were edited, the file is merged from three
+sides: with the hook as the series knows it, without it, and as it is now. What cannot be merged is
+left to a person, as a file with conflict markers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from tools.pq.change_block import read_blocks, take_off_blocks
 from tools.pq.git_store import GitError, GitStore
 from tools.pq.patch_file import Patch
 from tools.pq.queue_tree import QueueError, reverse_series, strip_owned
@@ -40,13 +42,17 @@ def recut_series(
     _recall_sides(store, series)
     tree = strip_owned(store, tree, series.base)
     patches: list[Patch] = []
+    problems: list[str] = []
     for patch in reversed(series.patches):
-        before = _take_off(store, tree, patch, is_for_hook=patch.name in hooks)
+        before, found = _take_off(store, tree, patch, is_for_hook=patch.name in hooks)
         diff = store.diff(before, tree)
         if not diff:
-            raise QueueError(f"{patch.name} changes nothing any more; remove it from the series")
+            found.append(f"{patch.name} changes nothing any more; remove it from the series")
         patches.append(replace(patch, diff=diff))
+        problems += found
         tree = before
+    if problems:
+        raise QueueError("\n".join(problems))
     return tree, tuple(reversed(patches))
 
 
@@ -60,34 +66,38 @@ def _recall_sides(store: GitStore, series: Series) -> None:
             return  # the commit was made without refreshing; what is missing is said by name
 
 
-def _take_off(store: GitStore, tree: str, patch: Patch, *, is_for_hook: bool) -> str:
+def _take_off(
+    store: GitStore, tree: str, patch: Patch, *, is_for_hook: bool
+) -> tuple[str, list[str]]:
+    """Return the tree without a hook, and what a person has to decide."""
     result = store.apply(tree, patch.diff, reverse=True)
     if result.tree is not None:
-        return result.tree
+        return result.tree, []
     conflicts = []
     for path, without, hooked in _SIDES.findall(patch.diff.decode()):
-        content = _take_off_file(store, tree, path, (without, hooked), patch.name, is_for_hook)
+        content = _take_off_file(store, tree, path, (without, hooked), patch, is_for_hook)
         if _MARKER in content:
             place = store.root / WORKBENCH / patch.name / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
             conflicts.append(str(place.relative_to(store.root)))
         tree = store.with_content(tree, path, content)
-    if conflicts:
-        raise QueueError(
-            f"{patch.name} does not come off: lines of its hook, or next to it, were edited.\n"
-            "If all of these edits belong to the hook, run:\n"
-            f"  python -m tools.pq refresh --base {patch.name}\n"
-            "Otherwise make these files what they would be without the hook, and run the same "
-            f"command again:\n  {' '.join(conflicts)}"
-        )
-    return tree
+    if not conflicts:
+        return tree, []
+    return tree, [
+        f"{patch.name} does not come off: lines of its hook, or next to it, were edited.\n"
+        "If all of these edits belong to the hook, run:\n"
+        f"  python -m tools.pq refresh --base {patch.name}\n"
+        "Otherwise make these files what they would be without the hook, and run the same "
+        f"command again:\n  {' '.join(conflicts)}"
+    ]
 
 
 def _take_off_file(
-    store: GitStore, tree: str, path: str, sides: tuple[str, str], name: str, is_for_hook: bool
+    store: GitStore, tree: str, path: str, sides: tuple[str, str], patch: Patch, is_for_hook: bool
 ) -> bytes:
     """Return a file without a hook, with markers where that is not clear."""
+    name = patch.name
     place = store.root / WORKBENCH / name / path
     if place.exists() and _MARKER not in place.read_bytes():
         return place.read_bytes()
@@ -95,6 +105,9 @@ def _take_off_file(
         now = store.run("cat-file", "blob", f"{tree}:{path}")
     except GitError:
         raise QueueError(f"{name} edits {path}, which is gone; edit or remove the patch") from None
+    found = take_off_blocks(now.decode(), read_blocks(patch.diff.decode(), path))
+    if found is not None:
+        return found.encode()
     try:
         without, hooked = (store.run("cat-file", "blob", blob) for blob in sides)
     except GitError:

@@ -184,6 +184,21 @@ def refresh(root: Path, names: list[str], *, base: bool, head: bool = False) -> 
     return 0
 
 
+def add(root: Path, name: str, message: str, paths: list[str]) -> int:
+    """Make a new, last patch of what was edited in some files since the last commit."""
+    store, series = GitStore(root), load_series(root)
+    last = series.patches[-1]
+    if name <= last.name:
+        raise QueueError(f"{name!r} must come after {last.name!r}: a new patch is the last one")
+    tree = store.working_tree()
+    diff = store.diff(store.with_files_of(tree, "HEAD", paths), tree)
+    if not diff:
+        raise QueueError(f"nothing was edited in {', '.join(paths)} since the last commit")
+    write_series(root, (*series.patches, make_patch(name, message, last.author, last.date, diff)))
+    print(f"pq add: {name}; now run: python -m tools.pq refresh --base")
+    return 0
+
+
 def rebase(root: Path, onto: str, *, as_json: bool, branch: str | None) -> int:
     """Try the series on another base; with a branch, also write the result there."""
     store, series = GitStore(root), load_series(root)
@@ -235,10 +250,16 @@ def report(root: Path, *, as_json: bool) -> int:
     return 0
 
 
-def checkout_base(root: Path, target: Path) -> int:
-    """Write the files of the base tree into an empty folder."""
+def checkout_base(root: Path, target: Path, *, head: bool = False) -> int:
+    """Write the files of the base tree into an empty folder.
+
+    Args:
+        root: of the repository.
+        target: the folder.
+        head: read the last commit instead of the files in place.
+    """
     store, series = GitStore(root), load_series(root)
-    base = base_of(store, store.working_tree(), series)
+    base = base_of(store, store.tree_of("HEAD") if head else store.working_tree(), series)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise QueueError(f"{target} is not empty; name an empty or a new folder")
