@@ -6,13 +6,49 @@ first imported; nothing else of the suite imports it on a machine without a GPU.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def mend_interpreter() -> None:
+    """Mend two things of Triton 3.6's interpreter.
+
+    It makes a number of a loop bound by int() of an array of one element, which NumPy refuses from
+    2.4 on, and it multiplies tiles of bfloat16 as the integers that it keeps them in.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    patch_tensor = interpreter._patch_lang_tensor
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widen(tile: Any) -> Any:
+        if tile.dtype.scalar != language.bfloat16:
+            return tile
+        data = (tile.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, language.float32)
+
+    def widen_and_create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, widen(a), widen(b), *rest)
+
+    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter.InterpreterBuilder.create_dot = widen_and_create_dot
+
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    mend_interpreter()
 
 
 @pytest.fixture
