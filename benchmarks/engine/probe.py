@@ -40,13 +40,14 @@ def main() -> None:
     import vllm
     from vllm import LLM, SamplingParams
 
+    more = json.loads(os.environ.get("PROBE_LLM_ARGS", "{}"))
     llm = LLM(
         model=model,
         dtype=dtype,
         max_model_len=2048,
-        max_num_seqs=32,
         enable_prefix_caching=False,
         seed=0,
+        **{"max_num_seqs": 32, **more},
     )
     answers = os.fdopen(int(os.environ["PROBE_ANSWER_FD"]), "w")
 

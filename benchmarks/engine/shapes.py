@@ -198,6 +198,18 @@ def write_shape(name: str, directory: Path) -> Path:
     return target
 
 
+def write_tokenizer(name: str, directory: Path) -> None:
+    """Write a tokenizer of one word an id into a shape's directory, for servers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(SHAPES[name]["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+
+
 if __name__ == "__main__":
     for each in SHAPES:
         print(write_shape(each, Path(sys.argv[1])))

@@ -6,6 +6,7 @@ long the server takes until its first answer, and the memory of all server proce
 share) while loading and steady, without the KV cache. Writes JSON into benchmarks/results/.
 
     python benchmarks/serving/http_overhead.py --streams 16
+    python benchmarks/serving/http_overhead.py --streams 64 --shape qwen2-7b      # on a GPU
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,8 +31,10 @@ from compare_cpu import ApiEngine, describe_machine  # noqa: E402
 from prepare_peers import prepare  # noqa: E402
 from probe import make_prompts  # noqa: E402
 from raw_client import RawClient  # noqa: E402
+from shapes import SHAPES, write_shape, write_tokenizer  # noqa: E402
 from soak import measure_pss_mib, start_server  # noqa: E402
 
+GPU_SHARE = 0.4  # of the card, for each of the two engines
 CACHE_GIB = 0.5  # enough for the streams; its touched pages are taken off the memory reported
 VOCAB = 49152
 
@@ -88,9 +92,9 @@ async def stream_all(client: RawClient, prompts: list[list[int]], tokens: int) -
 def measure_http(port: int, name: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
     """Run one round over HTTP, timed as the offline one: all tokens less one token each."""
     client = RawClient(port, name)
-    first = make_prompts(args.streams, args.prompt, 2 * seed, VOCAB)
+    first = make_prompts(args.streams, args.prompt, 2 * seed, args.vocab)
     prefill_s = asyncio.run(stream_all(client, first, 1))
-    prompts = make_prompts(args.streams, args.prompt, 2 * seed + 1, VOCAB)
+    prompts = make_prompts(args.streams, args.prompt, 2 * seed + 1, args.vocab)
     cpu_s = time.process_time()
     total_s = asyncio.run(stream_all(client, prompts, args.tokens))
     return {
@@ -108,7 +112,12 @@ def measure_offline(engine: ApiEngine, args: argparse.Namespace, seed: int) -> d
 
 def start_http(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Start the server and note what starting took."""
-    flags = ["--max-model-len", "2048", "--max-num-seqs", "32", "--no-enable-prefix-caching"]
+    rows = str(max(32, args.streams))
+    flags = ["--max-model-len", "2048", "--max-num-seqs", rows, "--no-enable-prefix-caching"]
+    if args.shape:
+        share = str(GPU_SHARE)
+        flags += ["--load-format", "dummy", "--dtype", "bfloat16"]
+        flags += ["--gpu-memory-utilization", share]
     server_args = argparse.Namespace(model=str(model), serve_args=flags)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)
     started_s = time.perf_counter()
@@ -127,13 +136,29 @@ def start_http(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
 
 
+def find_model(args: argparse.Namespace) -> Path:
+    """Return the model that both engines load."""
+    if not args.shape:
+        return Path(args.model or prepare({"ours"}).bf16_gguf)
+    model = write_shape(args.shape, Path(tempfile.mkdtemp()))
+    write_tokenizer(args.shape, model)
+    return model
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything and return the report."""
-    model = args.model or prepare({"ours"}).bf16_gguf
+    model = find_model(args)
     server = start_http(args, model)
     process, port, name = server.pop("process"), server.pop("port"), server.pop("name")
-    env = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB), "PYTHONPATH": str(ROOT)}
-    engine = ApiEngine("offline", sys.executable, str(model), VOCAB, env)
+    more: dict[str, Any] = {"max_num_seqs": max(32, args.streams)}
+    if args.shape:
+        more |= {"load_format": "dummy", "gpu_memory_utilization": GPU_SHARE}
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PROBE_LLM_ARGS": json.dumps(more),
+    }
+    engine = ApiEngine("offline", sys.executable, str(model), args.vocab, env)
     offline, http = [], []
     try:
         for seed in range(args.runs + 1):
@@ -167,6 +192,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=None, help="GGUF file; SmolLM2 BF16 if unset")
+    parser.add_argument("--shape", choices=SHAPES, help="made-up weights of a shape, on a GPU")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens")
@@ -174,6 +200,7 @@ def main() -> None:
     default = ROOT / "benchmarks" / "results" / "http_overhead.json"
     parser.add_argument("--output", type=Path, default=default)
     args = parser.parse_args()
+    args.vocab = SHAPES[args.shape]["vocab_size"] if args.shape else VOCAB
     report = run(args)
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "rounds"}, indent=1))
