@@ -1,5 +1,7 @@
 """Doors of the linear ops: packed weights, products with them, rows out of them.
 
+Packed weights are a CPU's; on a GPU weights stay plain, and the `skinny_*` ops multiply few rows.
+
 Called by `model_executor/layers/{linear,vocab_parallel_embedding}.py`. Naive twins:
 `_custom_ops/naive/linear.py`. The compiled ops check their arguments; nothing here computes. The
 result of a row depends on that row alone, bit for bit.
@@ -120,3 +122,46 @@ def embedding(out_TK: Tensor, ids_T: Tensor, packed: Tensor) -> None:
             (padded) matrix.
     """
     C.embedding(out_TK, ids_T, packed)
+
+
+def skinny_linear(
+    out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None
+) -> None:
+    """Multiply few rows by a plain weight on a GPU: out = x · Wᵀ + bias.
+
+    Sums are float32; K may be summed in parts, whose number depends on the shapes alone.
+
+    Args:
+        out_TN: of the input's dtype, or float32: then the results are rounded to the input's dtype
+            all the same. Contiguous in N.
+        x_TK: at most 64 rows, contiguous in K.
+        weight_NK: contiguous, of the input's dtype.
+        bias_N: of the input's dtype, added before the rounding.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+
+    Cost: reads the weight once.
+    """
+    C.skinny_linear(out_TN, x_TK, weight_NK, bias_N)
+
+
+def skinny_gated_linear(
+    out_TI: Tensor, x_TK: Tensor, weight_2IK: Tensor, bias_2I: Tensor | None, activation: str
+) -> None:
+    """Multiply few rows by gate and up weights on a GPU: out = act(x · Wgᵀ) * (x · Wuᵀ).
+
+    Gate, up and the activated gate are rounded to the dtype, as by the single ops.
+
+    Args:
+        out_TI: of the input's dtype, contiguous in I.
+        x_TK: at most 64 rows, contiguous in K.
+        weight_2IK: contiguous, gate rows first.
+        bias_2I: of the input's dtype, or None.
+        activation: "silu", "gelu" or "gelu_tanh".
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype, or there is no such
+            activation.
+    """
+    C.skinny_gated_linear(out_TI, x_TK, weight_2IK, bias_2I, activation)

@@ -1,8 +1,8 @@
 """Doors of the mixture-of-experts ops.
 
-Called by `model_executor/layers/fused_moe.py`. Naive twins: `_custom_ops/naive/moe.py`. Expert
-weights are packed by `linear.pack_linear_weight` and stacked. The compiled op checks its
-arguments; nothing here computes.
+Called by `model_executor/layers/{fused_moe,biased_experts,relu2_experts}.py`. Naive twins:
+`_custom_ops/naive/moe.py`. On a CPU expert weights are packed by `linear.pack_linear_weight` and
+stacked, on a GPU the stacks are plain. The ops check their arguments; nothing here computes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def fused_experts(
     Args:
         out: float32 or bfloat16 [T, hidden]; not `x`.
         x: like `out`.
-        w13_packed: [E, ...], packed [2 * intermediate, hidden] of each expert, gate rows first.
-        w2_packed: [E, ...], packed [hidden, intermediate] of each expert.
+        w13_packed: [E, ...], packed [2 * intermediate, hidden] of each expert, gate rows first;
+            on a GPU plain, contiguous.
+        w2_packed: [E, ...], packed [hidden, intermediate] of each expert; on a GPU plain.
         topk_weights: float32 [T, k].
-        topk_ids: int32 [T, k], each in 0..E-1.
+        topk_ids: int32 [T, k], each in 0..E-1; on a GPU others count for nothing.
         intermediate_size: inner size of one expert on this rank.
         activation: "silu", "gelu" or "gelu_tanh".
 
@@ -58,3 +59,61 @@ def fused_experts(
     C.fused_experts(
         out, x, w13_packed, w2_packed, topk_weights, topk_ids, intermediate_size, activation
     )
+
+
+def fused_biased_experts(
+    out: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    alpha: float,
+    limit: float,
+) -> None:
+    """Run each token through its chosen experts, as gpt-oss has them, on a GPU.
+
+    An expert is down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit`, up within plus
+    and minus `limit`; its two products are rounded. Sums as in `fused_experts`.
+
+    Args:
+        out: [T, hidden]; not `x`.
+        x: like `out`.
+        gate_up: plain [E, 2 * intermediate, hidden], rows gate 0, up 0, gate 1, up 1 ...
+        gate_up_bias: [E, 2 * intermediate].
+        down: plain [E, hidden, intermediate].
+        down_bias: [E, hidden], or None where another rank adds it.
+        topk_weights: float32 [T, k].
+        topk_ids: int32 [T, k]; those outside of 0..E-1 count for nothing.
+        alpha: slope of the gate's sigmoid.
+        limit: bound of gate and up.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.fused_biased_experts(
+        out, x, gate_up, gate_up_bias, down, down_bias, topk_weights, topk_ids, alpha, limit
+    )
+
+
+def fused_relu2_experts(
+    out: Tensor, x: Tensor, up: Tensor, down: Tensor, topk_weights: Tensor, topk_ids: Tensor
+) -> None:
+    """Run each token through its chosen experts, down(relu(up(x)) ** 2), on a GPU.
+
+    Both products and the square are rounded. Sums as in `fused_experts`.
+
+    Args:
+        out: [T, hidden]; not `x`.
+        x: like `out`.
+        up: plain [E, intermediate, hidden].
+        down: plain [E, hidden, intermediate].
+        topk_weights: float32 [T, k].
+        topk_ids: int32 [T, k]; those outside of 0..E-1 count for nothing.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.fused_relu2_experts(out, x, up, down, topk_weights, topk_ids)

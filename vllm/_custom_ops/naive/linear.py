@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm._custom_ops.naive import activation as activations
+
 BLOCK_COLUMNS = 32
 
 
@@ -59,3 +61,22 @@ def linear(out_TN: Tensor, input_TK: Tensor, packed: Tensor, bias_N: Tensor | No
 def embedding(out_TK: Tensor, ids_T: Tensor, packed: Tensor) -> None:
     """Gather rows of the unpacked matrix."""
     out_TK.copy_(unpack_linear_weight(packed, packed.shape[0] * 32, out_TK.shape[1])[ids_T])
+
+
+def skinny_linear(
+    out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None
+) -> None:
+    """out = x · Wᵀ + bias, in float32, rounded once to the input's dtype."""
+    product = x_TK.float() @ weight_NK.float().T
+    if bias_N is not None:
+        product += bias_N.float()
+    out_TN.copy_(product.to(x_TK.dtype))
+
+
+def skinny_gated_linear(
+    out_TI: Tensor, x_TK: Tensor, weight_2IK: Tensor, bias_2I: Tensor | None, activation: str
+) -> None:
+    """Gate and up in one product, rounded; then the activation of one times the other."""
+    gate_up = x_TK.new_empty(x_TK.shape[0], weight_2IK.shape[0])
+    skinny_linear(gate_up, x_TK, weight_2IK, bias_2I)
+    getattr(activations, f"{activation}_and_mul")(out_TI, gate_up)

@@ -5,6 +5,8 @@ Read by tests and by anyone who wants to know what the ops mean. Never called by
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,4 +48,55 @@ def fused_experts(
             inner = torch.empty(intermediate_size, dtype=x.dtype)
             act(inner, gate_up)
             total += weight * (inner.float() @ w2.float().T).to(x.dtype).float()
+        out[token] = total.to(out.dtype)
+
+
+def fused_biased_experts(
+    out: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    alpha: float,
+    limit: float,
+) -> None:
+    """Experts with biases, clamped; gate and up rows alternate."""
+
+    def run(row: Tensor, expert: int) -> Tensor:
+        inner = gate_up[expert].float() @ row.float() + gate_up_bias[expert].float()
+        gate, up = inner.to(x.dtype).float().unflatten(0, (-1, 2)).unbind(1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        hidden = ((up + 1.0) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+        result = down[expert].float() @ hidden.float()
+        return result if down_bias is None else result + down_bias[expert].float()
+
+    _sum_experts(out, x, run, topk_weights, topk_ids)
+
+
+def fused_relu2_experts(
+    out: Tensor, x: Tensor, up: Tensor, down: Tensor, topk_weights: Tensor, topk_ids: Tensor
+) -> None:
+    """Experts of two matrices with a squared ReLU between them."""
+
+    def run(row: Tensor, expert: int) -> Tensor:
+        inner = (up[expert].float() @ row.float()).to(x.dtype)
+        return down[expert].float() @ torch.relu(inner).square().float()
+
+    _sum_experts(out, x, run, topk_weights, topk_ids)
+
+
+def _sum_experts(
+    out: Tensor,
+    x: Tensor,
+    run: Callable[[Tensor, int], Tensor],
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+) -> None:
+    for token in range(x.shape[0]):
+        total = torch.zeros(x.shape[1], device=x.device)
+        for weight, expert in zip(topk_weights[token], topk_ids[token].tolist(), strict=True):
+            total += weight * run(x[token], expert).to(x.dtype).float()
         out[token] = total.to(out.dtype)

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-MODULES = ("batch",)
+MODULES = ("batch", "linear", "moe")
 """Modules of this package that hold kernels."""
 
 _NAMESPACE = "_C"

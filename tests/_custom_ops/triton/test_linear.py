@@ -1,0 +1,137 @@
+"""Products of few rows against their twins: forms, splits of K, odd sizes, activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.utils.ops import assert_near, poisoned, random_rows
+from vllm._custom_ops.naive import linear as naive
+from vllm._custom_ops.triton import linear, linear_table, product
+from vllm._custom_ops.triton.linear_table import SkinnyConfig
+from vllm.errors import ShapeError
+
+DOT = SkinnyConfig(block_n=32, block_k=32, num_stages=2, programs_per_sm=1)
+SWAPPED = replace(DOT, block_n=64, is_swapped=True)
+VECTOR = replace(DOT, block_n=8, is_vector=True)
+DTYPES = (torch.float32, torch.float16)
+
+
+def make(
+    num_rows: int, n: int, k: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = random_rows(num_rows, k, dtype=dtype, seed=1)
+    weight = random_rows(n, k, dtype=dtype, seed=2, scale=k**-0.5)
+    bias = random_rows(n, dtype=dtype, seed=3)
+    return x.to(device), weight.to(device), bias.to(device)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[expected.dtype]
+    # Roundings of gate, up and result may fall the other way; the interpreter cuts bfloat16 off.
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "num_rows, config",
+    [(1, VECTOR), (1, DOT), (3, DOT), (16, SWAPPED), (33, DOT)],
+    ids=lambda v: v if isinstance(v, int) else "v" if v.is_vector else "s" if v.is_swapped else "d",
+)
+@pytest.mark.parametrize("n, k", [(64, 96), (37, 72)])
+def test_forms_equal_twin(
+    device: str, dtype: torch.dtype, num_rows: int, config: SkinnyConfig, n: int, k: int
+) -> None:
+    x, weight, bias = make(num_rows, n, k, dtype, device)
+    for programs in (1, 4):  # whole K, and parts of it
+        config = replace(config, programs_per_sm=programs)
+        out = poisoned((num_rows, n), dtype).to(device)
+        expected = torch.empty_like(out)
+        linear.launch_skinny(out, x, weight, bias, "", config)
+        naive.skinny_linear(expected, x, weight, bias)
+        assert_close(out, expected)
+        assert product.get_counters(x.device).abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", linear.GATED_ACTIVATIONS)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_gated_equals_twin(device: str, dtype: torch.dtype, activation: str, num_rows: int) -> None:
+    x, weight, bias = make(num_rows, 2 * 37, 72, dtype, device)
+    for config in (DOT, SWAPPED, VECTOR) if num_rows == 1 else (DOT, SWAPPED):
+        for programs in (1, 4):
+            out = poisoned((num_rows, 37), dtype).to(device)
+            expected = torch.empty_like(out)
+            form = replace(config, programs_per_sm=programs)
+            linear.launch_skinny(out, x, weight, bias, activation, form)
+            naive.skinny_gated_linear(expected, x, weight, bias, activation)
+            assert_close(out, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64])
+def test_ops_choose_a_form(device: str, num_rows: int) -> None:
+    x, weight, _ = make(num_rows, 70, 136, torch.bfloat16, device)
+    out = poisoned((num_rows, 70), torch.float32).to(device)
+    expected = torch.empty_like(out)
+    linear.skinny_linear(out, x, weight)
+    naive.skinny_linear(expected, x, weight)
+    assert torch.equal(out, out.bfloat16().float())  # rounded all the same
+    assert_close(out.bfloat16(), expected.bfloat16())
+    gated = poisoned((num_rows, 35), torch.bfloat16).to(device)
+    expected = torch.empty_like(gated)
+    linear.skinny_gated_linear(gated, x, weight, None, "silu")
+    naive.skinny_gated_linear(expected, x, weight, None, "silu")
+    assert_close(gated, expected)
+
+
+def test_strided_rows_beside_numbers_that_are_none(device: str) -> None:
+    x, weight, bias = make(3, 40, 64, torch.float32, device)
+    wide = torch.full((6, 200), float("nan"), device=device)
+    wide[:3, 8:72] = x
+    out = torch.full((6, 100), float("nan"), device=device)
+    linear.skinny_linear(out[:3, 4:44], wide[:3, 8:72], weight, bias)
+    expected = torch.empty(3, 40, device=device)
+    naive.skinny_linear(expected, x, weight, bias)
+    assert_near(out[:3, 4:44], expected)
+    out[:3, 4:44] = float("nan")
+    assert out.isnan().all()
+
+
+def test_no_rows(device: str) -> None:
+    _, weight, _ = make(1, 8, 16, torch.float32, device)
+    linear.skinny_linear(weight.new_empty(0, 8), weight.new_empty(0, 16), weight)
+    linear.skinny_gated_linear(
+        weight.new_empty(0, 4), weight.new_empty(0, 16), weight, None, "silu"
+    )
+
+
+@pytest.mark.parametrize("n", [8, 3584, 4608, 18944, 152064])
+@pytest.mark.parametrize("k", [64, 3584, 18944])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 64])
+def test_every_part_of_k_has_work(n: int, k: int, num_rows: int) -> None:
+    for is_gated in (False, True):
+        config = linear_table.choose_config(num_rows, n, is_gated=is_gated)
+        assert not config.is_vector or num_rows == 1
+        splits, blocks = linear_table.count_splits(config, n, k, 132)
+        assert splits >= 1
+        assert (splits - 1) * blocks * config.block_k < k <= splits * blocks * config.block_k
+
+
+def test_bad_arguments_name_what_was_given(device: str) -> None:
+    x, weight, bias = make(3, 8, 16, torch.float32, device)
+    out = x.new_empty(3, 8)
+    with pytest.raises(ShapeError, match="has 65 rows, allowed: up to 64"):
+        linear.skinny_linear(x.new_empty(65, 8), x.new_empty(65, 16), weight)
+    with pytest.raises(ShapeError, match="do not fit"):
+        linear.skinny_linear(out[:2], x, weight)
+    with pytest.raises(ShapeError, match="contiguous"):
+        linear.skinny_linear(x.new_empty(3, 16), x[:, :8].contiguous(), weight.T)
+    with pytest.raises(ShapeError, match=r"bias is torch.float32 \[7\]"):
+        linear.skinny_linear(out, x, weight, bias[:7])
+    with pytest.raises(ShapeError, match="weight is torch"):
+        linear.skinny_linear(out, x, weight.bfloat16())
+    with pytest.raises(ShapeError, match="activation is 'relu'"):
+        linear.skinny_gated_linear(out[:, :4], x, weight, None, "relu")
