@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops import moe as moe_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
@@ -128,7 +129,9 @@ class BiasedExperts(PackedModule):
         self.down.pack()
 
     def forward(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, added up in the order of their numbers.
+        """Return the weighted sum of each token's experts.
+
+        They are added up in the order of their numbers on a CPU, of the choices on a GPU.
 
         Args:
             x_TE: hidden states.
@@ -138,12 +141,31 @@ class BiasedExperts(PackedModule):
         Returns:
             [T, E], this rank's part of the sum; the caller adds the ranks up.
         """
+        if x_TE.is_cuda:
+            return self._run_fused(x_TE, weights_TK, ids_TK)
         total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
         for expert in ids_TK.unique().tolist():
             tokens, places = torch.where(ids_TK == expert)
             part_TE = self._run_expert(expert, x_TE[tokens])
             total_TE.index_add_(0, tokens, part_TE.float() * weights_TK[tokens, places, None])
         return total_TE.to(x_TE.dtype)
+
+    def _run_fused(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        assert self.gate_up.weight is not None and self.down.weight is not None
+        out_TE = torch.empty_like(x_TE)
+        moe_ops.fused_biased_experts(
+            out_TE,
+            x_TE,
+            self.gate_up.weight,
+            self.gate_up.bias,
+            self.down.weight,
+            self.down.bias if self._rank == 0 else None,  # the ranks' parts are added up
+            weights_TK,
+            ids_TK,
+            self.alpha,
+            self.limit,
+        )
+        return out_TE
 
     def _run_expert(self, expert: int, x_TE: Tensor) -> Tensor:
         gate_up = self.gate_up.multiply(expert, x_TE).float()

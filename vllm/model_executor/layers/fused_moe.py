@@ -30,7 +30,7 @@ class FusedMoE(PackedModule):
         renormalize: whether the k probabilities are scaled to sum to 1.
 
     Attributes:
-        w13: [N, 2 I, E], gate rows then up rows of each expert; None once packed.
+        w13: [N, 2 I, E], gate rows then up rows of each expert; None once packed, on a CPU only.
         w2: [N, E, I]; None once packed.
     """
 
@@ -121,14 +121,16 @@ class FusedMoE(PackedModule):
             weights_TK: float32 [T, k].
             ids_TK: int32 [T, k].
         """
-        if self.w13_packed is None or self.w2_packed is None:
+        w13 = self.w13 if x_TE.is_cuda else self.w13_packed
+        w2 = self.w2 if x_TE.is_cuda else self.w2_packed
+        if w13 is None or w2 is None:
             return self._run_unpacked(x_TE, weights_TK, ids_TK)
         out_TE = torch.empty_like(x_TE)
         moe_ops.fused_experts(
             out_TE,
             x_TE,
-            self.w13_packed,
-            self.w2_packed,
+            w13,
+            w2,
             weights_TK,
             ids_TK,
             self.inner_size,

@@ -1,8 +1,8 @@
 """Linear layers, split over tensor-parallel ranks.
 
-Built by `models/blocks.py`. A layer starts with a plain weight that the loader fills; `pack`
-replaces it by the layout of the CPU kernel. Split sizes are checked here; checkpoints and names are
-not known.
+Built by `models/blocks.py`. A layer starts with a plain weight that the loader fills; on a CPU
+`pack` replaces it by the layout of the kernel, on a GPU it stays. Split sizes are checked here;
+checkpoints and names are not known.
 
 Shapes: T tokens, K inputs, N outputs, all of this rank.
 """
@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops.triton.linear_table import is_skinny
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
+
+_SKINNY_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Linear(PackedModule):
@@ -85,10 +88,22 @@ class Linear(PackedModule):
         dtype = out_dtype or x_TK.dtype
         if self.packed is None:
             assert self.weight is not None
+            if self._is_skinny(x_TK):
+                out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size, dtype=dtype)
+                linear_ops.skinny_linear(out_TN, x_TK, self.weight, bias)
+                return out_TN
             return F.linear(x_TK, self.weight, bias).to(dtype)
         out_TN = linear_ops.empty_output(x_TK.shape[0], self.output_size, dtype)
         linear_ops.linear(out_TN, x_TK, self.packed, bias)
         return out_TN
+
+    def _is_skinny(self, x_TK: Tensor) -> bool:
+        """Whether a kernel of ours for few rows multiplies them, not torch."""
+        return (
+            x_TK.is_cuda
+            and x_TK.dtype in _SKINNY_DTYPES
+            and is_skinny(x_TK.shape[0], self.output_size, self.input_size)
+        )
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return this rank's outputs, [T, N]."""
@@ -138,6 +153,20 @@ class MergedColumnParallelLinear(Linear):
         total, row, size, start = self._places[shard]
         target = self.parameter(field)[row : row + size]
         return WeightPlace(shape=(total, *target.shape[1:]), target=target, axis=0, start=start)
+
+    def multiply_gated(self, x_TK: Tensor, activation: nn.Module, name: str) -> Tensor:
+        """Return act(gate) * up of a layer whose outputs are gate, then up: [T, N / 2].
+
+        Args:
+            x_TK: [T, K].
+            activation: computes it from gate and up side by side.
+            name: what it is called by our ops: "silu", "gelu" or "gelu_tanh".
+        """
+        if self.weight is None or not self._is_skinny(x_TK):
+            return activation(self(x_TK))
+        out_TI = x_TK.new_empty(x_TK.shape[0], self.output_size // 2)
+        linear_ops.skinny_gated_linear(out_TI, x_TK, self.weight, self.bias, name)
+        return out_TI
 
     def _place_all(self, field: str) -> WeightPlace:
         target, rows, first = self.parameter(field), [], 0

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops import moe as moe_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
@@ -85,6 +86,10 @@ class Relu2Experts(PackedModule):
             weights_TK: float32.
             ids_TK: int32.
         """
+        if x_TL.is_cuda:
+            out_TL = torch.empty_like(x_TL)
+            moe_ops.fused_relu2_experts(out_TL, x_TL, self.up, self.down, weights_TK, ids_TK)
+            return out_TL
         num_chosen = ids_TK.shape[1]
         parts_TKL = x_TL.new_empty(x_TL.shape[0], num_chosen, self._input_size)
         for expert in torch.unique(ids_TK).tolist():
