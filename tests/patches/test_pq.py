@@ -3,73 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.patches.small_fork import AUTHOR, BASE, DATE, OWNED, make_message, run_git
 from tools.pq import verbs
 from tools.pq.git_store import GitStore
 from tools.pq.patch_file import PatchError, format_patch, make_patch, parse_patch
 from tools.pq.queue_tree import QueueError, base_of, rebase_series
-from tools.pq.series import load_series, write_series
-
-AUTHOR, DATE = "Fork <fork@example.invalid>", "Thu, 1 Jan 2026 00:00:00 +0000"
-BASE = {
-    "engine.txt": "".join(f"line {i}\n" for i in range(40)),
-    "table.txt": "row full\n",
-    "test.txt": "a test\n",
-}
-OWNED = "hybrid/window.txt"
-
-
-def _message(name: str) -> str:
-    return (
-        f"table: {name}\n\nBecause the fork needs it.\n\nPatch-Name: {name}\nOrigin: fork\n"
-        "Forwarded: not-needed\nDrop-When: never\nTest: test.txt\nWatch: engine.txt\n"
-    )
-
-
-def _git(root: Path, *args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def _commit(root: Path, message: str) -> None:
-    _git(root, "add", "-A")
-    _git(root, "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", message)
-
-
-@pytest.fixture
-def fork(tmp_path: Path) -> Path:
-    """A base of three files, two hooks, one owned file, and the series that says so."""
-    root = tmp_path / "fork"
-    root.mkdir()
-    _git(root, "init", "-q", "-b", "main")
-    for name, text in BASE.items():
-        (root / name).write_text(text)
-    _commit(root, "base")
-    store = GitStore(root)
-    trees = [store.tree_of("HEAD")]
-    (root / "table.txt").write_text("row full\nrow window\n")
-    trees.append(store.working_tree())
-    engine = BASE["engine.txt"].replace("line 20\n", "line 20\nhook\n")
-    (root / "engine.txt").write_text(engine)
-    trees.append(store.working_tree())
-    (root / "hybrid").mkdir()
-    (root / OWNED).write_text("window\n")
-    folder = root / "patches"
-    folder.mkdir()
-    (folder / "BASE.toml").write_text(
-        f'name = "base"\nversion = "1"\ntree = "{trees[0]}"\nowned = ["hybrid/**"]\n'
-    )
-    patches = tuple(
-        make_patch(name, _message(name), AUTHOR, DATE, store.diff(trees[i], trees[i + 1]))
-        for i, name in enumerate(["0001-table", "0002-engine"])
-    )
-    write_series(root, patches)
-    _commit(root, "fork")
-    return root
+from tools.pq.series import load_series
 
 
 def test_verify_passes_on_a_tree_that_fits(fork: Path) -> None:
@@ -109,7 +52,7 @@ def test_a_patch_that_is_not_listed_is_found(fork: Path) -> None:
 
 
 def test_a_missing_trailer_is_named() -> None:
-    message = _message("0001-x").replace("Forwarded: not-needed\n", "")
+    message = make_message("0001-x").replace("Forwarded: not-needed\n", "")
     with pytest.raises(PatchError, match="Forwarded"):
         make_patch("0001-x", message, AUTHOR, DATE, b"diff --git a/x b/x\n")
 
@@ -195,8 +138,8 @@ def test_rebase_says_what_became_of_each_patch(
 def test_rebase_writes_a_branch_that_carries_the_owned_files(fork: Path) -> None:
     new = _new_base(fork, **{"engine.txt": "new top\n" + BASE["engine.txt"]})
     assert verbs.rebase(fork, new, as_json=False, branch="rebased") == 0
-    assert _git(fork, "show", f"rebased:{OWNED}") == "window"
-    engine = _git(fork, "show", "rebased:engine.txt")
+    assert run_git(fork, "show", f"rebased:{OWNED}") == "window"
+    engine = run_git(fork, "show", "rebased:engine.txt")
     assert engine.startswith("new top") and "hook" in engine
 
 

@@ -46,7 +46,7 @@ def recut_series(
     for patch in reversed(series.patches):
         before, found = _take_off(store, tree, patch, is_for_hook=patch.name in hooks)
         diff = store.diff(before, tree)
-        if not diff:
+        if not diff and not problems:
             found.append(f"{patch.name} changes nothing any more; remove it from the series")
         patches.append(replace(patch, diff=diff))
         problems += found
@@ -58,7 +58,8 @@ def recut_series(
 
 def _recall_sides(store: GitStore, series: Series) -> None:
     """Make the files between two patches known to git: only their ids are in the series."""
-    commit = store.text("log", "-1", "--format=%H", "--", FOLDER)
+    paths = [f"{FOLDER}/BASE.toml", f"{FOLDER}/*.patch"]
+    commit = store.text("log", "-1", "--format=%H", "--", *paths)
     if commit:
         try:
             reverse_series(store, strip_owned(store, commit, series.base), series.patches)
@@ -75,7 +76,10 @@ def _take_off(
         return result.tree, []
     conflicts = []
     for path, without, hooked in _SIDES.findall(patch.diff.decode()):
-        content = _take_off_file(store, tree, path, (without, hooked), patch, is_for_hook)
+        now = _read(store, tree, path, patch)
+        if _MARKER in now:  # a later patch waits for a person; this one is tried again after that
+            continue
+        content = _take_off_file(store, now, path, (without, hooked), patch, is_for_hook)
         if _MARKER in content:
             place = store.root / WORKBENCH / patch.name / path
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -93,18 +97,23 @@ def _take_off(
     ]
 
 
+def _read(store: GitStore, tree: str, path: str, patch: Patch) -> bytes:
+    try:
+        return store.run("cat-file", "blob", f"{tree}:{path}")
+    except GitError:
+        raise QueueError(
+            f"{patch.name} edits {path}, which is gone; edit or remove the patch"
+        ) from None
+
+
 def _take_off_file(
-    store: GitStore, tree: str, path: str, sides: tuple[str, str], patch: Patch, is_for_hook: bool
+    store: GitStore, now: bytes, path: str, sides: tuple[str, str], patch: Patch, is_for_hook: bool
 ) -> bytes:
     """Return a file without a hook, with markers where that is not clear."""
     name = patch.name
     place = store.root / WORKBENCH / name / path
     if place.exists() and _MARKER not in place.read_bytes():
         return place.read_bytes()
-    try:
-        now = store.run("cat-file", "blob", f"{tree}:{path}")
-    except GitError:
-        raise QueueError(f"{name} edits {path}, which is gone; edit or remove the patch") from None
     found = take_off_blocks(now.decode(), read_blocks(patch.diff.decode(), path))
     if found is not None:
         return found.encode()

@@ -259,7 +259,8 @@ def checkout_base(root: Path, target: Path, *, head: bool = False) -> int:
         head: read the last commit instead of the files in place.
     """
     store, series = GitStore(root), load_series(root)
-    base = base_of(store, store.tree_of("HEAD") if head else store.working_tree(), series)
+    tree = store.tree_of("HEAD") if head else store.working_tree()
+    base, _ = recut_series(store, tree, series, hooks=())
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise QueueError(f"{target} is not empty; name an empty or a new folder")
