@@ -7,8 +7,10 @@ for cmake.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -31,11 +33,20 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc")
 
 
+def has_cuda_torch() -> bool:
+    """Return whether the torch of this environment is a CUDA build, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return runpy.run_path(str(Path(spec.origin).parent / "version.py"))["cuda"] is not None
+
+
 def resolve_device() -> str:
     """Return which libraries are built: "cpu", "cuda" (both libraries) or "empty" (none).
 
-    auto takes cuda where the sources and nvcc are there, else cpu; "empty" off Linux, since the
-    package then only serves to read configs and clients.
+    auto takes cuda where nvcc and a CUDA build of torch are there, else cpu; "empty" off Linux,
+    since the package then only serves to read configs and clients. An explicit cuda needs nvcc
+    alone: the library can be built beside a CPU torch for use beside another.
     """
     asked = os.environ.get("VLLM_TARGET_DEVICE", "auto").strip().lower()
     if asked not in DEVICES:
@@ -47,13 +58,8 @@ def resolve_device() -> str:
             f"the compiled ops need an x86-64 processor, this is {platform.machine()}; "
             "VLLM_TARGET_DEVICE=empty installs the package without them"
         )
-    has_cuda_sources = (ROOT / "cmake" / "cuda_ops.cmake").is_file()
     if asked == "auto":
-        return "cuda" if has_cuda_sources and find_nvcc() else "cpu"
-    if asked == "cuda" and not has_cuda_sources:
-        raise SystemExit(
-            "VLLM_TARGET_DEVICE=cuda: this version has no CUDA ops to build; use auto or cpu"
-        )
+        return "cuda" if find_nvcc() and has_cuda_torch() else "cpu"
     if asked == "cuda" and not find_nvcc():
         raise SystemExit(
             "VLLM_TARGET_DEVICE=cuda needs nvcc on the PATH or in CUDA_HOME/bin, and there is "
@@ -114,7 +120,7 @@ class CMakeBuild(build_ext):
         ]
         if ninja:
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        if nvcc := find_nvcc():
+        if DEVICE == "cuda" and (nvcc := find_nvcc()):
             configure.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(work), "--parallel", str(count_jobs())], check=True)

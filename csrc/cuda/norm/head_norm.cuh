@@ -1,0 +1,91 @@
+// Norm of one row by a group of lanes of a warp; used by the norm op for short rows and by the
+// fused query, key and value op, which therefore agree bit for bit.
+#pragma once
+
+#include "cuda/lanes.cuh"
+
+namespace vllm::cuda {
+
+template <typename T>
+__device__ __forceinline__ float sum_of_squares(const Pack<T>& pack, float sum) {
+#pragma unroll
+  for (int e = 0; e < Pack<T>::kSize; ++e) {
+    const float x = to_float(pack.item[e]);
+    sum = fmaf(x, x, sum);
+  }
+  return sum;
+}
+
+// A weight of the model's type multiplies what was rounded to that type; a float32 weight beside a
+// narrower type multiplies before the rounding (Gemma's 1 + w).
+template <typename T, typename W>
+__device__ __forceinline__ T scale_normed(float x, W weight) {
+  if constexpr (sizeof(W) == sizeof(T)) x = round_to<T>(x);
+  return from_float<T>(x * to_float(weight));
+}
+
+// The weights of one pack of T; a wider weight takes two packs of its own.
+template <typename T, typename W>
+struct WeightPack {
+  W item[Pack<T>::kSize];
+
+  __device__ __forceinline__ void load(const W* weight, int64_t begin, int64_t n, bool is_packed) {
+    constexpr int kParts = Pack<T>::kSize / Pack<W>::kSize;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const Pack<W> pack = load_pack(weight, begin + part * Pack<W>::kSize, n, is_packed);
+#pragma unroll
+      for (int e = 0; e < Pack<W>::kSize; ++e) item[part * Pack<W>::kSize + e] = pack.item[e];
+    }
+  }
+};
+
+template <typename T, typename W>
+__device__ __forceinline__ void scale_pack(Pack<T>& pack, const WeightPack<T, W>& weight,
+                                           float scale) {
+#pragma unroll
+  for (int e = 0; e < Pack<T>::kSize; ++e) {
+    pack.item[e] = scale_normed<T, W>(to_float(pack.item[e]) * scale, weight.item[e]);
+  }
+}
+
+__device__ __forceinline__ float inverse_rms(float sum, int64_t n, float epsilon) {
+  return 1.0f / sqrtf(sum / static_cast<float>(n) + epsilon);
+}
+
+// Norms the row that the group holds, in place. Every lane of the warp takes part; where it is not
+// `is_live`, nothing changes.
+template <typename T, typename W, int kPacks>
+__device__ __forceinline__ void norm_lanes(Pack<T> (&packs)[kPacks],
+                                           const WeightPack<T, W> (&weights)[kPacks], int lanes,
+                                           bool is_live, int64_t n, float epsilon) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) sum = sum_of_squares(packs[p], sum);
+  const float scale = inverse_rms(sum_lanes(sum, lanes), n, epsilon);
+  if (!is_live) return;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) scale_pack(packs[p], weights[p], scale);
+}
+
+// Calls f(TypeTag<W>{}) with the element type of a norm's weight over rows of T.
+template <typename T, typename F>
+void dispatch_weight(ScalarType type, F&& f) {
+  if constexpr (std::is_same_v<T, float>) {
+    f(TypeTag<float>{});
+  } else if (type == ScalarType::Float) {
+    f(TypeTag<float>{});
+  } else {
+    f(TypeTag<T>{});
+  }
+}
+
+inline void check_norm_weight(const char* op, const char* name, const Tensor& weight,
+                              const Tensor& x, int64_t n) {
+  check_tensor(op, name, weight, 1);
+  check_same_device(op, name, weight, x);
+  if (weight.scalar_type() != ScalarType::Float) check_dtype(op, name, weight, x.scalar_type());
+  check_size(op, name, weight, 0, n);
+}
+
+}  // namespace vllm::cuda

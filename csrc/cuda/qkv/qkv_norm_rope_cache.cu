@@ -1,0 +1,193 @@
+// Op: _C::qkv_norm_rope_cache: between the projection to query, key and value and the attention, in
+// one launch: norm and rotary embedding of every query and key head, rows of keys and values into
+// the cache. It exists on CUDA only; its naive twin is the composition of the separate ops, with
+// which it agrees bit for bit.
+#include "core/registration.h"
+#include "cuda/cache/cache_rows.cuh"
+#include "cuda/norm/head_norm.cuh"
+#include "cuda/rope/head_rope.cuh"
+
+namespace vllm::cuda {
+
+namespace {
+
+constexpr char kOp[] = "qkv_norm_rope_cache";
+
+struct QkvArgs {
+  void* qkv;
+  int64_t token_stride;
+  const int64_t* positions;
+  const int2* slots;
+  CacheRows key_cache, value_cache;
+  const void *q_weight, *k_weight;  // null: no norm
+  float epsilon;
+  RopeTable table;  // rot_dim 0: no rotary embedding
+  uint32_t tokens, num_heads, num_kv_heads;
+  int head_size, lanes;
+  bool is_packed;        // heads inside qkv, and norm weights
+  bool is_cache_packed;  // rows of the caches
+  bool is_table_packed;  // see RopeTurn
+};
+
+template <typename T, typename W, int kPacks>
+__device__ __forceinline__ void norm_head(Pack<T> (&packs)[kPacks], const void* weight,
+                                          bool is_live, const LaneGroup& group,
+                                          const QkvArgs& args) {
+  WeightPack<T, W> weights[kPacks] = {};
+  const bool is_normed = is_live && weight != nullptr;
+  if (is_normed) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), args.head_size,
+                      args.is_packed);
+    }
+  }
+  norm_lanes(packs, weights, args.lanes, is_normed, args.head_size, args.epsilon);
+}
+
+// A group of lanes serves one head of one token: query heads, then key heads, then value heads.
+template <typename T, typename W, int kPacks>
+__global__ void __launch_bounds__(kGroupThreads)
+    qkv_norm_rope_cache_kernel(const __grid_constant__ QkvArgs args) {
+  __shared__ Pack<T> exchange[kGroupThreads * kPacks];
+  const LaneGroup group(args.lanes);
+  const uint32_t heads_of_token = args.num_heads + 2 * args.num_kv_heads;
+  const uint32_t token = group.index / heads_of_token, head = group.index % heads_of_token;
+  const bool is_live = token < args.tokens;
+  const bool is_query = head < args.num_heads;
+  const bool is_value = head >= args.num_heads + args.num_kv_heads;
+  T* row = static_cast<T*>(args.qkv) + token * args.token_stride +
+           static_cast<int64_t>(head) * args.head_size;
+  Pack<T> packs[kPacks] = {};
+  int2 slot = make_int2(-1, 0);
+  RopeTurn turn{.cos_sin = nullptr,
+                .rot_dim = args.table.rot_dim,
+                .is_neox = args.table.is_neox,
+                .is_packed = args.is_table_packed};
+  if (is_live) {
+    load_lanes(packs, row, args.head_size, args.is_packed, group);
+    if (!is_query) slot = args.slots[token];
+    if (turn.rot_dim > 0 && !is_value) turn.cos_sin = args.table.row(args.positions[token]);
+  }
+  const bool is_changed = is_live && !is_value;
+  if (args.q_weight != nullptr || args.k_weight != nullptr) {
+    norm_head<T, W>(packs, is_query ? args.q_weight : args.k_weight, is_changed, group, args);
+  }
+  if (turn.rot_dim > 0) {
+    turn_lanes(packs, group.lane, args.lanes, is_changed, turn, group.share<T>(exchange, kPacks));
+  }
+  if (is_changed) store_lanes(packs, row, args.head_size, args.is_packed, group);
+  if (slot.x < 0) return;
+  const uint32_t first = is_value ? args.num_heads + args.num_kv_heads : args.num_heads;
+  T* target = is_value ? args.value_cache.row<T>(slot, head - first)
+                       : args.key_cache.row<T>(slot, head - first);
+  store_lanes(packs, target, args.head_size, args.is_cache_packed, group);
+}
+
+const void* norm_weight(const char* name, const std::optional<Tensor>& weight, const Tensor& qkv,
+                        int64_t head_size) {
+  if (!weight.has_value()) return nullptr;
+  check_norm_weight(kOp, name, *weight, qkv, head_size);
+  return weight->data_ptr();
+}
+
+// The type of both weights; that of the activations where there are none.
+ScalarType weight_type(const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+                       const Tensor& qkv) {
+  if (q_norm.has_value() && k_norm.has_value()) {
+    check_dtype(kOp, "k_norm", *k_norm, q_norm->scalar_type());
+  }
+  if (q_norm.has_value()) return q_norm->scalar_type();
+  return k_norm.has_value() ? k_norm->scalar_type() : qkv.scalar_type();
+}
+
+RopeTable turning_table(const std::optional<Tensor>& cos_sin, const Tensor& qkv, int64_t head_size,
+                        int64_t rotary_dim, bool is_neox) {
+  CHECK_ARG((rotary_dim > 0) == cos_sin.has_value(), kOp, ": rotary_dim is ", rotary_dim,
+            cos_sin.has_value() ? " and there is a table" : " and there is no table");
+  if (rotary_dim == 0) return {};
+  check_same_device(kOp, "cos_sin_cache", *cos_sin, qkv);
+  const RopeTable table = rope_table(kOp, *cos_sin, head_size, is_neox);
+  check_size(kOp, "cos_sin_cache", *cos_sin, 1, rotary_dim);
+  return table;
+}
+
+void check_qkv(const Tensor& qkv, const Tensor& positions, int64_t num_heads, int64_t num_kv_heads,
+               int64_t head_size) {
+  check_tensor(kOp, "qkv", qkv, 2);
+  check_float_dtype(kOp, "qkv", qkv);
+  CHECK_ARG(num_heads > 0 && num_kv_heads > 0 && head_size > 0, kOp, ": ", num_heads, " and ",
+            num_kv_heads, " heads of ", head_size, " elements, all must be positive");
+  check_size(kOp, "qkv", qkv, 1, (num_heads + 2 * num_kv_heads) * head_size);
+  check_tensor(kOp, "positions", positions, 1);
+  check_dtype(kOp, "positions", positions, ScalarType::Long);
+  check_same_device(kOp, "positions", positions, qkv);
+  check_size(kOp, "positions", positions, 0, qkv.size(0));
+}
+
+bool are_heads_packed(const QkvArgs& args, int64_t item) {
+  return is_pack_aligned(args.qkv) && args.token_stride * item % kPackBytes == 0 &&
+         args.head_size * item % kPackBytes == 0 && is_pack_aligned(args.q_weight) &&
+         is_pack_aligned(args.k_weight);
+}
+
+void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Tensor& slots,
+                            const Tensor& key_cache, const Tensor& value_cache,
+                            const std::optional<Tensor>& q_norm,
+                            const std::optional<Tensor>& k_norm, double epsilon,
+                            const std::optional<Tensor>& cos_sin_cache, int64_t num_heads,
+                            int64_t num_kv_heads, int64_t head_size, int64_t rotary_dim,
+                            bool is_neox) {
+  check_qkv(qkv, positions, num_heads, num_kv_heads, head_size);
+  const int64_t item = static_cast<int64_t>(qkv.element_size());
+  QkvArgs args{
+      .qkv = qkv.data_ptr(),
+      .token_stride = qkv.stride(0),
+      .positions = static_cast<const int64_t*>(positions.data_ptr()),
+      .slots = slots_of(kOp, slots, qkv, qkv.size(0)),
+      .key_cache = cache_rows(kOp, "key_cache", key_cache, qkv, num_kv_heads, head_size),
+      .value_cache = cache_rows(kOp, "value_cache", value_cache, qkv, num_kv_heads, head_size),
+      .q_weight = norm_weight("q_norm", q_norm, qkv, head_size),
+      .k_weight = norm_weight("k_norm", k_norm, qkv, head_size),
+      .epsilon = static_cast<float>(epsilon),
+      .table = turning_table(cos_sin_cache, qkv, head_size, rotary_dim, is_neox),
+      .tokens = static_cast<uint32_t>(qkv.size(0)),
+      .num_heads = static_cast<uint32_t>(num_heads),
+      .num_kv_heads = static_cast<uint32_t>(num_kv_heads),
+      .head_size = static_cast<int>(head_size),
+      .lanes = 0,
+      .is_packed = false,
+      .is_cache_packed = false,
+      .is_table_packed = false};
+  args.is_packed = are_heads_packed(args, item);
+  args.is_cache_packed =
+      is_packed(args.key_cache, head_size, item) && is_packed(args.value_cache, head_size, item);
+  args.is_table_packed = args.table.is_packed(item);
+  const ScalarType weights = weight_type(q_norm, k_norm, qkv);
+  const int64_t num_groups = qkv.size(0) * (num_heads + 2 * num_kv_heads);
+  if (num_groups == 0) return;
+  const LaunchScope scope(qkv);
+  dispatch_lanes(kOp, qkv.scalar_type(), head_size,
+                 [&]<typename T, int kPacks>(LanePacks<T, kPacks>) {
+                   args.lanes = lanes_of<T>(head_size);
+                   const unsigned blocks = group_blocks(kOp, num_groups, args.lanes);
+                   dispatch_weight<T>(weights, [&]<typename W>(TypeTag<W>) {
+                     qkv_norm_rope_cache_kernel<T, W, kPacks>
+                         <<<blocks, kGroupThreads, 0, scope.stream()>>>(args);
+                   });
+                 });
+  scope.check(kOp);
+}
+
+}  // namespace
+
+VLLM_OPS(_C, m) {
+  m.def(
+      "qkv_norm_rope_cache(Tensor! qkv, Tensor positions, Tensor slots, Tensor! key_cache, "
+      "Tensor! value_cache, Tensor? q_norm, Tensor? k_norm, float epsilon, Tensor? cos_sin_cache, "
+      "int num_heads, int num_kv_heads, int head_size, int rotary_dim, bool is_neox) -> ()");
+}
+
+VLLM_OPS_IMPL(_C, CUDA, m) { m.impl("qkv_norm_rope_cache", TORCH_BOX(&qkv_norm_rope_cache_op)); }
+
+}  // namespace vllm::cuda

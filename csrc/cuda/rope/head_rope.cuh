@@ -1,0 +1,176 @@
+// Rotary embedding of one head held by a group of lanes of a warp; used by the rotary op and by the
+// fused query, key and value op, which therefore agree bit for bit.
+//
+// Lane layout as in norm/head_norm.cuh: pack p of lane l begins at element (p * lanes + l) * kSize.
+#pragma once
+
+#include "cuda/pack.cuh"
+
+namespace vllm::cuda {
+
+// What turns a head: a row of the table is half cosines, then half sines.
+struct RopeTurn {
+  const float* cos_sin;  // row of the token
+  int rot_dim;
+  bool is_neox;
+  bool is_packed;  // halves are whole packs, and rows of the table lie on 16 bytes
+};
+
+__device__ __forceinline__ float turn_first(float a, float b, float cos, float sin) {
+  return fmaf(-b, sin, a * cos);
+}
+
+__device__ __forceinline__ float turn_second(float a, float b, float cos, float sin) {
+  return fmaf(a, sin, b * cos);
+}
+
+template <typename T>
+__device__ __forceinline__ Pack<T> shuffle_pack(const Pack<T>& pack, int lane, int lanes) {
+  Pack<T> result;
+  const uint4 from = *reinterpret_cast<const uint4*>(&pack);
+  uint4& to = *reinterpret_cast<uint4*>(&result);
+  to.x = __shfl_sync(0xffffffffu, from.x, lane, lanes);
+  to.y = __shfl_sync(0xffffffffu, from.y, lane, lanes);
+  to.z = __shfl_sync(0xffffffffu, from.z, lane, lanes);
+  to.w = __shfl_sync(0xffffffffu, from.w, lane, lanes);
+  return result;
+}
+
+// Pairs (i, i + half), halves of whole packs: the partner of a pack is one pack of some lane.
+template <typename T, int kPacks>
+__device__ __forceinline__ void turn_halves_packed(Pack<T> (&packs)[kPacks], int lane, int lanes,
+                                                   bool is_live, const RopeTurn& turn) {
+  constexpr int kSize = Pack<T>::kSize;
+  const int half = turn.rot_dim / 2;
+  Pack<T> turned[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int begin = (p * lanes + lane) * kSize;
+    const bool is_first = begin < half;
+    const int partner = (is_first ? begin + half : begin - half) / kSize;
+    Pack<T> other = shuffle_pack(packs[0], partner % lanes, lanes);
+#pragma unroll
+    for (int slot = 1; slot < kPacks; ++slot) {
+      const Pack<T> candidate = shuffle_pack(packs[slot], partner % lanes, lanes);
+      if (partner / lanes == slot) other = candidate;
+    }
+    turned[p] = packs[p];
+    if (!is_live || begin >= turn.rot_dim) continue;
+    const float* angles = turn.cos_sin + (is_first ? begin : begin - half);
+#pragma unroll
+    for (int part = 0; part < kSize; part += 4) {
+      const float4 cos4 = *reinterpret_cast<const float4*>(angles + part);
+      const float4 sin4 = *reinterpret_cast<const float4*>(angles + half + part);
+      const float cos[4] = {cos4.x, cos4.y, cos4.z, cos4.w};
+      const float sin[4] = {sin4.x, sin4.y, sin4.z, sin4.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float own = to_float(packs[p].item[part + e]);
+        const float far = to_float(other.item[part + e]);
+        turned[p].item[part + e] = from_float<T>(is_first ? turn_first(own, far, cos[e], sin[e])
+                                                          : turn_second(far, own, cos[e], sin[e]));
+      }
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) packs[p] = turned[p];
+}
+
+// Pairs (i, i + half) of any half, through `exchange`: shared memory for the elements of the group.
+template <typename T, int kPacks>
+__device__ __forceinline__ void turn_halves_any(Pack<T> (&packs)[kPacks], int lane, int lanes,
+                                                bool is_live, const RopeTurn& turn, T* exchange) {
+  constexpr int kSize = Pack<T>::kSize;
+  const int half = turn.rot_dim / 2;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    *reinterpret_cast<Pack<T>*>(exchange + (p * lanes + lane) * kSize) = packs[p];
+  }
+  __syncwarp();
+  if (!is_live) return;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      const int i = (p * lanes + lane) * kSize + e;
+      if (i >= turn.rot_dim) continue;
+      const bool is_first = i < half;
+      const int angle = is_first ? i : i - half;
+      const float cos = turn.cos_sin[angle], sin = turn.cos_sin[half + angle];
+      const float own = to_float(packs[p].item[e]);
+      const float far = to_float(exchange[is_first ? i + half : i - half]);
+      packs[p].item[e] = from_float<T>(is_first ? turn_first(own, far, cos, sin)
+                                                : turn_second(far, own, cos, sin));
+    }
+  }
+}
+
+// Pairs (2i, 2i + 1), which no pack splits.
+template <typename T, int kPacks>
+__device__ __forceinline__ void turn_neighbours(Pack<T> (&packs)[kPacks], int lane, int lanes,
+                                                const RopeTurn& turn) {
+  constexpr int kSize = Pack<T>::kSize;
+  const int half = turn.rot_dim / 2;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+    for (int e = 0; e < kSize; e += 2) {
+      const int i = (p * lanes + lane) * kSize + e;
+      if (i >= turn.rot_dim) continue;
+      const float cos = turn.cos_sin[i / 2], sin = turn.cos_sin[half + i / 2];
+      const float a = to_float(packs[p].item[e]), b = to_float(packs[p].item[e + 1]);
+      packs[p].item[e] = from_float<T>(turn_first(a, b, cos, sin));
+      packs[p].item[e + 1] = from_float<T>(turn_second(a, b, cos, sin));
+    }
+  }
+}
+
+// Turns the head that the group holds, in place. Every lane of the warp takes part; where it is not
+// `is_live`, nothing changes and turn.cos_sin is not read.
+template <typename T, int kPacks>
+__device__ __forceinline__ void turn_lanes(Pack<T> (&packs)[kPacks], int lane, int lanes,
+                                           bool is_live, const RopeTurn& turn, T* exchange) {
+  if (!turn.is_neox) {
+    if (is_live) turn_neighbours(packs, lane, lanes, turn);
+  } else if (turn.is_packed) {
+    turn_halves_packed(packs, lane, lanes, is_live, turn);
+  } else {
+    turn_halves_any(packs, lane, lanes, is_live, turn, exchange);
+  }
+}
+
+// A checked table of angles on the device.
+struct RopeTable {
+  const float* data;
+  int64_t max_pos;
+  int rot_dim;
+  bool is_neox;
+
+  // Whether halves are whole packs of elements of `item` bytes, and rows lie on 16 bytes.
+  bool is_packed(int64_t item) const {
+    return reinterpret_cast<uintptr_t>(data) % kPackBytes == 0 &&
+           rot_dim / 2 * item % kPackBytes == 0;
+  }
+
+  __device__ __forceinline__ const float* row(int64_t position) const {
+    DEVICE_CHECK(position >= 0 && position < max_pos);
+    return data + position * rot_dim;
+  }
+};
+
+inline RopeTable rope_table(const char* op, const Tensor& cos_sin, int64_t head_size,
+                            bool is_neox) {
+  check_tensor(op, "cos_sin_cache", cos_sin, 2);
+  check_dtype(op, "cos_sin_cache", cos_sin, ScalarType::Float);
+  check_contiguous(op, "cos_sin_cache", cos_sin);
+  const int64_t rot_dim = cos_sin.size(1);
+  CHECK_ARG(rot_dim > 0 && rot_dim % 2 == 0 && rot_dim <= head_size, op,
+            ": the rows of cos_sin_cache must have an even size of 2 to ", head_size, ", got ",
+            rot_dim);
+  return RopeTable{.data = static_cast<const float*>(cos_sin.data_ptr()),
+                   .max_pos = cos_sin.size(0),
+                   .rot_dim = static_cast<int>(rot_dim),
+                   .is_neox = is_neox};
+}
+
+}  // namespace vllm::cuda
