@@ -17,10 +17,17 @@ import torch
 
 from vllm.errors import KernelError, ShapeError
 
-_CPU_LIBRARY = Path(__file__).resolve().parent.parent / "_C_cpu.abi3.so"
+_FOLDER = Path(__file__).resolve().parent.parent
+_CPU_LIBRARY = _FOLDER / "_C_cpu.abi3.so"
+_CUDA_LIBRARY = _FOLDER / "_C_cuda.abi3.so"
 _SHAPE_MARK = "[shape] "
 _OLDEST_TORCH = (2, 11)
 _HOW_TO_BUILD = "build it with `pip install -e .` (or `make build`) in the source tree"
+_HOW_TO_BUILD_CUDA = (
+    "torch finds a CUDA device, so build both libraries with "
+    "`VLLM_TARGET_DEVICE=cuda pip install -e .` in the source tree, which needs nvcc; to serve "
+    "from the processor alone, hide the devices with CUDA_VISIBLE_DEVICES="
+)
 
 
 class OpNamespace:
@@ -59,14 +66,32 @@ def set_cpu_isa(name: str) -> None:
 
 @functools.cache
 def load_extension() -> None:
-    """Load the CPU ops once.
+    """Load the CPU ops once, and the CUDA ops where torch finds a CUDA device.
 
     Raises:
-        KernelError: the file is missing or truncated, cannot be loaded, or uses another OpenMP
+        KernelError: a file is missing or truncated, cannot be loaded, or uses another OpenMP
             runtime than torch.
     """
-    if not _CPU_LIBRARY.is_file():
-        raise KernelError(f"the compiled ops {_CPU_LIBRARY} are missing; {_HOW_TO_BUILD}")
+    _load(_CPU_LIBRARY, _HOW_TO_BUILD)
+    try:
+        ours, theirs = torch.ops._C.openmp_runtimes()
+        torch.ops._C.best_cpu_isa()  # raises if the processor cannot run the ops at all
+    except (RuntimeError, AttributeError) as error:
+        raise _refuse(_CPU_LIBRARY, error, _HOW_TO_BUILD) from error
+    if ours != theirs:
+        raise KernelError(
+            f"two OpenMP runtimes in one process: the compiled ops use {ours}, torch uses "
+            f"{theirs}. Import torch before libraries that bring their own OpenMP, and preload at "
+            "most one"
+        )
+    if torch.cuda.is_available():
+        _load(_CUDA_LIBRARY, _HOW_TO_BUILD_CUDA)
+
+
+def _load(library: Path, how_to_build: str) -> None:
+    """Load one library of ops; KernelError says what is wrong with it and what to do."""
+    if not library.is_file():
+        raise KernelError(f"the compiled ops {library} are missing; {how_to_build}")
     found = torch.__version__
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if release < _OLDEST_TORCH:
@@ -75,30 +100,26 @@ def load_extension() -> None:
             f"{'.'.join(map(str, _OLDEST_TORCH))}"
         )
     try:
-        _check_complete()
-        torch.ops.load_library(str(_CPU_LIBRARY))
-        ours, theirs = torch.ops._C.openmp_runtimes()
-        torch.ops._C.best_cpu_isa()  # raises if the processor cannot run the ops at all
-    except (OSError, RuntimeError, AttributeError) as error:
-        raise KernelError(
-            f"the compiled ops {_CPU_LIBRARY} cannot be loaded: {error}. They were built with "
-            f"torch {_built_for_torch()}, this process has torch {found}; {_HOW_TO_BUILD}"
-        ) from error
-    if ours != theirs:
-        raise KernelError(
-            f"two OpenMP runtimes in one process: the compiled ops use {ours}, torch uses "
-            f"{theirs}. Import torch before libraries that bring their own OpenMP, and preload at "
-            "most one"
-        )
+        _check_complete(library)
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        raise _refuse(library, error, how_to_build) from error
 
 
-def _check_complete() -> None:
+def _refuse(library: Path, error: Exception, how_to_build: str) -> KernelError:
+    return KernelError(
+        f"the compiled ops {library} cannot be loaded: {error}. They were built with torch "
+        f"{_built_for_torch(library)}, this process has torch {torch.__version__}; {how_to_build}"
+    )
+
+
+def _check_complete(library: Path) -> None:
     """Raise OSError if the end of the file is cut off; the system's loader would die of SIGBUS.
 
     An ELF file ends with its section table, whose place and size stand in the header.
     """
-    size = _CPU_LIBRARY.stat().st_size
-    with _CPU_LIBRARY.open("rb") as file:
+    size = library.stat().st_size
+    with library.open("rb") as file:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF":
         raise OSError(f"it is no shared library; the file has {size} bytes")
@@ -109,9 +130,9 @@ def _check_complete() -> None:
         raise OSError(f"it is truncated: {size} bytes of at least {expected}")
 
 
-def _built_for_torch() -> str:
+def _built_for_torch(library: Path) -> str:
     """Return the torch version named inside the library file, which may be unloadable."""
-    match = re.search(rb"VLLM_BUILT_FOR_TORCH=([^;\0]+);", _CPU_LIBRARY.read_bytes())
+    match = re.search(rb"VLLM_BUILT_FOR_TORCH=([^;\0]+);", library.read_bytes())
     return match.group(1).decode() if match else "unknown"
 
 
