@@ -125,6 +125,8 @@ class Attention(nn.Module):
         value_THD: Tensor | None,
         batch: ForwardBatch,
         attention: AttentionState,
+        *,
+        rows_are_cached: bool = False,
     ) -> Tensor:
         """Write this step's K/V and attend.
 
@@ -135,6 +137,7 @@ class Attention(nn.Module):
             value_THD: same.
             batch: the step.
             attention: caches of all layers and plans of all kernels.
+            rows_are_cached: this step's K/V are in the cache already; only attend.
 
         Returns:
             [T, num_heads, head_size].
@@ -150,6 +153,7 @@ class Attention(nn.Module):
             attention.plans,
             self.params,
             layer_impl=self.kernel,
+            rows_are_cached=rows_are_cached,
         )
 
 

@@ -167,6 +167,8 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         plan: Any,
         params: AttentionParams,
+        *,
+        rows_are_cached: bool = False,
     ) -> None:
         """Write the new K/V into the cache and attend.
 
@@ -181,4 +183,5 @@ class AttentionBackend(ABC):
             batch: the step.
             plan: what `plan` returned for this batch and `cache.group`.
             params: the layer's constants.
+            rows_are_cached: the new K/V are in the cache already; only attend.
         """

@@ -61,11 +61,14 @@ class CpuBackend(AttentionBackend):
         batch: ForwardBatch,
         plan: Any,
         params: AttentionParams,
+        *,
+        rows_are_cached: bool = False,
     ) -> None:
         """See `AttentionBackend.forward`."""
         key_cache, value_cache = cache.tensors[0], cache.tensors[-1]
         group = batch.groups[cache.group]
-        if params.writes_cache and key_THD is not None and value_THD is not None:
+        is_written = rows_are_cached or not params.writes_cache
+        if not is_written and key_THD is not None and value_THD is not None:
             reshape_and_cache(key_THD, value_THD, key_cache, value_cache, group.slots)
         paged_attention(
             out_THD,

@@ -37,6 +37,8 @@ class PagedAttention:
         plans: Mapping[tuple[int, str], Any],
         params: AttentionParams,
         layer_impl: str | None = None,
+        *,
+        rows_are_cached: bool = False,
     ) -> Tensor:
         """Write the new K/V into the cache and attend with the layer's kernel.
 
@@ -49,6 +51,7 @@ class PagedAttention:
             plans: what `plan` returned for this batch.
             params: the layer's constants.
             layer_impl: kernel name of this layer; None takes the first choice of the device.
+            rows_are_cached: the new K/V are in the cache already; only attend.
 
         Returns:
             [T, H, D], dtype of the query.
@@ -57,6 +60,14 @@ class PagedAttention:
         out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         plan = plans.get((cache.group, name))
         load_backend(name).forward(
-            out_THD, query_THD, key_THD, value_THD, cache, batch, plan, params
+            out_THD,
+            query_THD,
+            key_THD,
+            value_THD,
+            cache,
+            batch,
+            plan,
+            params,
+            rows_are_cached=rows_are_cached,
         )
         return out_THD

@@ -57,11 +57,14 @@ class TorchBackend(AttentionBackend):
         batch: ForwardBatch,
         plan: Any,
         params: AttentionParams,
+        *,
+        rows_are_cached: bool = False,
     ) -> None:
         """See `AttentionBackend.forward`."""
         key_cache, value_cache = cache.tensors[0], cache.tensors[-1]
         group = batch.groups[cache.group]
-        if params.writes_cache and key_THD is not None and value_THD is not None:
+        is_written = rows_are_cached or not params.writes_cache
+        if not is_written and key_THD is not None and value_THD is not None:
             _write_rows(key_cache, key_THD, group)
             _write_rows(value_cache, value_THD, group)
         cu_query_lens, seq_lens = plan

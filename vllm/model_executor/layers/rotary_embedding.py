@@ -207,6 +207,9 @@ def _frequencies_grown(spec: RopeSpec, positions: Tensor) -> Tensor:
 class RotaryEmbedding(nn.Module):
     """A table of angles that grows with the longest sequence seen, and its application.
 
+    On a GPU it is whole from the start: growing would make a step wait for the host, and replace a
+    tensor whose address CUDA graphs have recorded.
+
     Attributes:
         cos_sin: float32 [rows, rotary_dim], a row is the cosines, then the sines of a position.
     """
@@ -217,14 +220,15 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.spec = spec
         self.is_neox = is_neox
-        rows = compute_table(spec, 0, _MIN_ROWS)
         device = torch.get_default_device()
+        num_rows = _MIN_ROWS if device.type == "cpu" else max(_MIN_ROWS, spec.max_model_len)
+        rows = compute_table(spec, 0, num_rows)
         self.register_buffer("cos_sin", rows.to(device), persistent=False)
 
     def reserve(self, num_positions: int) -> None:
         """Make the table at least `num_positions` rows long; rows that exist keep their bits.
 
-        The tensor is replaced when it grows: who records addresses (CUDA graphs) reserves first.
+        The tensor is replaced when it grows; up to `max_model_len` that happens on a CPU only.
         """
         rows = self.cos_sin.shape[0]
         if num_positions <= rows:
