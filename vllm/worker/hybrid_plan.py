@@ -1,38 +1,23 @@
 """What a model keeps and what fits, found without its weights.
 
-Behind `vllm hybrid`. Builds the model on the meta device, where tensors have shapes and no memory,
-and asks it for its cache specs; groups and capacity come from the same functions as at a start.
+Behind `vllm hybrid`. Asks a model without memory for its cache specs; groups and capacity come from
+the same functions as at a start.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
-
-import torch
 
 from vllm.cache_spec import KVCacheGroup, LayerCacheSpec
 from vllm.config import EngineConfig
 from vllm.config.hybrid import HybridSettings
 from vllm.core.capacity import CapacityReport, make_layout
-from vllm.distributed.parallel_state import TensorParallel
 from vllm.hybrid.apply import limit_layers, name_specs
 from vllm.hybrid.grouping import group_layers
-from vllm.model_executor.model_loader.loader import get_model_architecture
-from vllm.model_executor.models.interfaces import TextModel
-from vllm.utils.tensors import to_torch_dtype
+from vllm.worker.imagined_model import imagine_model
 
 VANILLA = HybridSettings()
 """Windows are kept in full; states, which nothing can replace, stay states."""
-
-
-class ImaginedRank(TensorParallel):
-    """The first of several ranks that are not there: enough to size its share of a model."""
-
-    def __init__(self, size: int) -> None:
-        self.rank = 0
-        self.size = size
-        self._group = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +40,7 @@ def read_specs(config: EngineConfig, settings: HybridSettings) -> tuple[LayerCac
         config: which model, in which element type, over how many ranks.
         settings: policies of the layers; VANILLA has none.
     """
-    model_config = config.model_config
-    cls, _ = get_model_architecture(model_config)
-    with torch.device("meta"):
-        module = cls(
-            model_config.hf_config,
-            dtype=to_torch_dtype(model_config.dtype),
-            tp=ImaginedRank(config.parallel_config.tensor_parallel_size),
-            cache_dtype=config.cache_config.cache_dtype,
-            max_model_len=model_config.max_model_len,
-        )
-    model = cast(TextModel, module)
+    model = imagine_model(config)
     limit_layers(model.attention_layers(), settings.policies)
     return name_specs(model.cache_specs(), settings.policies)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from vllm.attention.backends.abstract import KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.attention.layer import Attention
@@ -47,28 +45,34 @@ class LayerSetup:
         return {choice.layer: choice.kernel for choice in self.kernels}
 
 
-def set_up_layers(
-    model: TextModel, config: EngineConfig, platform: Platform, device: torch.device
-) -> LayerSetup:
+def prepare_queries(
+    model: TextModel, config: EngineConfig, platform: Platform
+) -> dict[int, KernelQuery]:
+    """Tell the attention layers their policies; return what each then asks of a kernel."""
+    layers: dict[int, Attention] = dict(model.attention_layers())
+    limit_layers(layers, config.hybrid.policies)
+    capability = platform.get_device_capability()
+    return {
+        layer: replace(
+            attention.query,
+            block_tokens=_choose_block_tokens(config, layer),
+            device=platform.device_type,
+            capability=capability,
+        )
+        for layer, attention in layers.items()
+    }
+
+
+def set_up_layers(model: TextModel, config: EngineConfig, platform: Platform) -> LayerSetup:
     """Choose and bind the kernel of each attention layer.
 
     Raises:
         KernelError: no kernel serves a layer.
         ConfigError: a layer cannot keep what is asked of it.
     """
+    queries = prepare_queries(model, config, platform)
     layers: dict[int, Attention] = dict(model.attention_layers())
-    limit_layers(layers, config.hybrid.policies)
     specs = name_specs(model.cache_specs(), config.hybrid.policies)
-    capability = platform.get_device_capability()
-    queries = {
-        layer: replace(
-            attention.query,
-            block_tokens=_choose_block_tokens(config, layer),
-            device=device.type,
-            capability=capability,
-        )
-        for layer, attention in layers.items()
-    }
     choices = resolve_kernels(
         queries,
         {layer: attention.layer_impl for layer, attention in layers.items()},

@@ -74,7 +74,7 @@ class Worker:
             cache_dtype=config.cache_config.cache_dtype,
         )
         model = self._model = cast(TextModel, module)
-        layers = self._layers = set_up_layers(model, config, self._platform, self._device)
+        layers = self._layers = set_up_layers(model, config, self._platform)
         self._tp.barrier()  # free memory means something only when every rank has loaded
         cache_bytes = self._choose_cache_bytes(model)
         weights = {*module.parameters(), *module.buffers()}  # a tied one counts once
