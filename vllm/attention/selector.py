@@ -1,6 +1,7 @@
 """Chooses the kernel of every layer, and keeps why each other kernel refused.
 
-Called by the worker once after loading. Decides from queries, the kernel table and the probe alone.
+Called by the worker once after loading. Decides from queries, the kernel table, the ranks measured
+on this machine and the probe alone.
 A kernel that was asked for and cannot serve is replaced with one warning, or refused when `strict`.
 """
 
@@ -19,6 +20,7 @@ from vllm.attention.backends.table import (
     load_backend,
     rank_kernels,
 )
+from vllm.attention.measured_ranks import read_measured_ranks
 from vllm.attention.probe import find_probe_fault
 from vllm.errors import ConfigError, KernelError
 from vllm.logger import init_logger, warn_once
@@ -106,23 +108,43 @@ def choose_kernel(query: KernelQuery, wanted: str | None) -> KernelChoice:
     refusals: dict[str, str] = {}
     note = ""
     if wanted is not None:
-        reason = _find_refusal(wanted, query, is_named=True)
+        reason = find_kernel_refusal(wanted, query, is_named=True)
         if reason is None:
             return KernelChoice(kernel=wanted, refusals={})
         refusals[wanted] = reason
         note = f"{wanted}: {reason}"
-    for name in rank_kernels(query.device):
+    order = order_kernels(query)
+    for name in order:
         if name in refusals:
             continue
-        reason = _find_refusal(name, query, is_named=False)
+        reason = find_kernel_refusal(name, query, is_named=False)
         if reason is None:
+            logger.debug("%s takes %r of %s; refused: %s", query, name, order, refusals)
             return KernelChoice(kernel=name, refusals=refusals, note=note)
         refusals[name] = reason
     listed = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     raise KernelError(f"no attention kernel serves {query}: {listed}")
 
 
-def _find_refusal(name: str, query: KernelQuery, *, is_named: bool) -> str | None:
+def order_kernels(query: KernelQuery) -> tuple[str, ...]:
+    """Return what "auto" tries: kernels measured here, fastest first, then the built-in order."""
+    built_in = rank_kernels(query.device)
+    measured = [name for name in read_measured_ranks(query) if name in built_in]
+    return (*measured, *(name for name in built_in if name not in measured))
+
+
+def find_kernel_refusal(name: str, query: KernelQuery, *, is_named: bool = False) -> str | None:
+    """Return None if a kernel serves `query` on this machine, else the reason.
+
+    Args:
+        name: the kernel.
+        query: what a layer asks for.
+        is_named: the user asked for it, so that a package that does not import is an error.
+
+    Raises:
+        ConfigError: there is no such kernel.
+        KernelError: a named one is broken.
+    """
     if name in FOREIGN_ENV_NAMES:
         return "a backend of vLLM 0.6.3 that this project does not have"
     row = KERNELS.get(name)
