@@ -105,7 +105,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
     if request.param == "grouped":
         monkeypatch.setattr(moe, "MAX_SINGLE_PAIRS", 0)
-    tile = moe_product.Tile(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=2)
+    tile = moe_product.Tile(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     monkeypatch.setattr(moe, "choose_tile", lambda _: tile)
     return request.param
 
