@@ -67,6 +67,18 @@ def test_a_file_that_a_person_has_mended_is_taken(fork: Path, tmp_path: Path) ->
     assert "hook" not in (tmp_path / "base" / "engine.txt").read_text()
 
 
+def test_lines_of_the_base_can_be_moved_into_a_hook(fork: Path) -> None:
+    edit(fork, "line 30\n", "line 30\nsecond hook\n")
+    assert verbs.refresh(fork, [], base=True) == 0  # first they are the base's
+    place = fork / "build" / "pq" / "0001-table" / "engine.txt"
+    place.parent.mkdir(parents=True)
+    without = (fork / "engine.txt").read_text().replace("hook\n", "").replace("second ", "")
+    place.write_text(without)
+    assert verbs.refresh(fork, [], base=True) == 0
+    assert verbs.verify(fork) == 0
+    assert "+second hook" in read_patch(fork, "0001-table")
+
+
 def test_a_hook_in_a_file_that_is_gone_is_named(fork: Path) -> None:
     (fork / "table.txt").unlink()
     with pytest.raises(QueueError, match=r"0001-table edits table\.txt, which is gone"):

@@ -71,11 +71,14 @@ def _take_off(
     store: GitStore, tree: str, patch: Patch, *, is_for_hook: bool
 ) -> tuple[str, list[str]]:
     """Return the tree without a hook, and what a person has to decide."""
-    result = store.apply(tree, patch.diff, reverse=True)
-    if result.tree is not None:
-        return result.tree, []
+    mended = _read_mended(store, patch.name)
     conflicts = []
-    for path, without, hooked in _SIDES.findall(patch.diff.decode()):
+    result = store.apply(tree, patch.diff, reverse=True)
+    sides = [] if result.tree else _SIDES.findall(patch.diff.decode())
+    tree = result.tree or tree
+    for path, without, hooked in sides:
+        if path in mended:
+            continue
         now = _read(store, tree, path, patch)
         if _MARKER in now:  # a later patch waits for a person; this one is tried again after that
             continue
@@ -86,6 +89,8 @@ def _take_off(
             place.write_bytes(content)
             conflicts.append(str(place.relative_to(store.root)))
         tree = store.with_content(tree, path, content)
+    for path, content in mended.items():
+        tree = store.with_content(tree, path, content)
     if not conflicts:
         return tree, []
     return tree, [
@@ -95,6 +100,13 @@ def _take_off(
         "Otherwise make these files what they would be without the hook, and run the same "
         f"command again:\n  {' '.join(conflicts)}"
     ]
+
+
+def _read_mended(store: GitStore, name: str) -> dict[str, bytes]:
+    """Return the files that a person has made what they are without a hook."""
+    folder = store.root / WORKBENCH / name
+    files = {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {str(p.relative_to(folder)): text for p, text in files.items() if _MARKER not in text}
 
 
 def _read(store: GitStore, tree: str, path: str, patch: Patch) -> bytes:
@@ -111,9 +123,6 @@ def _take_off_file(
 ) -> bytes:
     """Return a file without a hook, with markers where that is not clear."""
     name = patch.name
-    place = store.root / WORKBENCH / name / path
-    if place.exists() and _MARKER not in place.read_bytes():
-        return place.read_bytes()
     found = take_off_blocks(now.decode(), read_blocks(patch.diff.decode(), path))
     if found is not None:
         return found.encode()
