@@ -12,7 +12,11 @@ from functools import cache
 
 import torch
 
-MODULES = ("batch", "linear", "moe")
+MODULES = (
+    "batch",
+    "linear",
+    "moe",
+)
 """Modules of this package that hold kernels."""
 
 _NAMESPACE = "_C"
