@@ -20,15 +20,17 @@ if not torch.cuda.is_available():
 
 
 def mend_interpreter() -> None:
-    """Mend two things of Triton 3.6's interpreter.
+    """Mend three things of Triton 3.6's interpreter.
 
     It makes a number of a loop bound by int() of an array of one element, which NumPy refuses from
-    2.4 on, and it multiplies tiles of bfloat16 as the integers that it keeps them in.
+    2.4 on; it multiplies tiles of bfloat16 as the integers that it keeps them in; and it truncates
+    float32 to bfloat16 where a GPU rounds.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
     patch_tensor = interpreter._patch_lang_tensor
     create_dot = interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -43,7 +45,14 @@ def mend_interpreter() -> None:
     def widen_and_create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, widen(a), widen(b), *rest)
 
+    def convert_and_round(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (language.float32, language.bfloat16):
+            return convert(data, source, target, mode)
+        rounded = torch.from_numpy(np.array(data).view(np.float32)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
     interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._convert_float = convert_and_round
     interpreter.InterpreterBuilder.create_dot = widen_and_create_dot
 
 
