@@ -9,6 +9,12 @@ Rows are batched as in attention: row b has the tokens cu_query_lens[b] … cu_q
 A state is a view [units, ...] of the cache with stride(0) = 256 bytes; row b's lies at unit
 state_offsets[b]. It is read unless num_computed[b] is 0, where it counts as zero whatever its bytes
 are, and overwritten with the state after the row's last token. A row without tokens keeps it.
+
+Ops named `_step` exist on a GPU only. They are what a layer does in a decode step in one launch,
+and take seq_lens, int32 [B], tokens after the step, where the others take num_computed. A row has
+at most one token; one of seq_len 0 is padding: its output is zero and its state stays. On a GPU
+the bits of longer rows do depend on where they are cut (`_custom_ops/triton/delta_rule.py`), and
+offsets and lengths, which the host does not know, are not checked.
 """
 
 from __future__ import annotations
@@ -56,6 +62,39 @@ def causal_conv1d(
         state_offsets,
         cu_query_lens,
         num_computed,
+        silu,
+    )
+
+
+def causal_conv1d_step(
+    out_TC: Tensor,
+    x_TC: Tensor,
+    gate_in_TC: Tensor | None,
+    gate_out_TC: Tensor | None,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    silu: bool,
+) -> None:
+    """Convolve one token a row, with the gates of a short convolution around it; GPU only.
+
+    The input is gate_in * x and the result is multiplied by gate_out, each rounded to the dtype.
+    The gates are like `x_TC`, or both None; the other arguments are those of `causal_conv1d`.
+    """
+    C.causal_conv1d_step(
+        out_TC,
+        x_TC,
+        gate_in_TC,
+        gate_out_TC,
+        weight_CK,
+        bias_C,
+        state,
+        state_offsets,
+        cu_query_lens,
+        seq_lens,
         silu,
     )
 
@@ -135,6 +174,52 @@ def gated_delta_rule(
     )
 
 
+def gated_delta_step(
+    out_THV: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    gate_THV: Tensor,
+    a_log_H: Tensor,
+    dt_bias_H: Tensor,
+    norm_weight_V: Tensor,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    epsilon: float,
+) -> None:
+    """Make gates, run the gated delta rule and norm and gate each head, one token a row; GPU only.
+
+    The composition of `delta_rule_gates`, `gated_delta_rule` with l2norm and, over each head,
+    `gated_rms_norm` with the gate after the norm, and with their arguments; the norm has a weight
+    for each of V. The heads of output and gate are neighbours in memory.
+
+    Cost: reads and writes each row's state once.
+    """
+    C.gated_delta_step(
+        out_THV,
+        q_THK,
+        k_THK,
+        v_THV,
+        a_TH,
+        b_TH,
+        gate_THV,
+        a_log_H,
+        dt_bias_H,
+        norm_weight_V,
+        state,
+        state_offsets,
+        cu_query_lens,
+        seq_lens,
+        scale,
+        epsilon,
+    )
+
+
 def mamba2_scan(
     out_THP: Tensor,
     x_THP: Tensor,
@@ -192,6 +277,46 @@ def mamba2_scan(
         state_offsets,
         cu_query_lens,
         num_computed,
+        dt_min,
+        dt_max,
+    )
+
+
+def mamba2_step(
+    out_THP: Tensor,
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_log_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    dt_min: float,
+    dt_max: float,
+) -> None:
+    """Run the Mamba-2 recurrence over one token a row; GPU only.
+
+    A is -exp(a_log); the other arguments are those of `mamba2_scan`.
+
+    Cost: reads and writes each row's state once.
+    """
+    C.mamba2_step(
+        out_THP,
+        x_THP,
+        dt_TH,
+        a_log_H,
+        B_TGN,
+        C_TGN,
+        D_H,
+        dt_bias_H,
+        state,
+        state_offsets,
+        cu_query_lens,
+        seq_lens,
         dt_min,
         dt_max,
     )

@@ -39,6 +39,31 @@ def causal_conv1d(
         state_CK.copy_(inputs_CL[:, inputs_CL.shape[1] - filter_size + 1 :])
 
 
+def causal_conv1d_step(
+    out_TC: Tensor,
+    x_TC: Tensor,
+    gate_in_TC: Tensor | None,
+    gate_out_TC: Tensor | None,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    silu: bool,
+) -> None:
+    """Gate, convolve, gate."""
+    rows = _StepRows(state_offsets, cu_query_lens, seq_lens)
+    x_TC = rows.take(x_TC)
+    if gate_in_TC is not None:
+        x_TC = rows.take(gate_in_TC) * x_TC
+    result_TC = torch.empty_like(x_TC)
+    causal_conv1d(result_TC, x_TC, weight_CK, bias_C, state, *rows.arguments, silu)
+    if gate_out_TC is not None:
+        result_TC = rows.take(gate_out_TC) * result_TC
+    rows.put(out_TC, result_TC)
+
+
 def delta_rule_gates(
     g_TH: Tensor, beta_TH: Tensor, a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor
 ) -> None:
@@ -81,6 +106,36 @@ def gated_delta_rule(
             out_THV[t] = torch.einsum("hkv,hk->hv", state_HKV, q_THK[t]).to(out_THV.dtype)
 
 
+def gated_delta_step(
+    out_THV: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    gate_THV: Tensor,
+    a_log_H: Tensor,
+    dt_bias_H: Tensor,
+    norm_weight_V: Tensor,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    epsilon: float,
+) -> None:
+    """Make gates, run the rule, norm and gate each head."""
+    rows = _StepRows(state_offsets, cu_query_lens, seq_lens)
+    q, k, v, a, b, gate = map(rows.take, (q_THK, k_THK, v_THV, a_TH, b_TH, gate_THV))
+    g_TH, beta_TH = torch.empty(2, *a.shape, device=a.device)
+    delta_rule_gates(g_TH, beta_TH, a, b, a_log_H, dt_bias_H)
+    result_THV = torch.empty_like(v)
+    gated_delta_rule(result_THV, q, k, v, g_TH, beta_TH, state, *rows.arguments, scale, True)
+    result_TC, gate_TC = result_THV.flatten(1), gate.flatten(1)
+    gated_rms_norm(result_TC, result_TC, gate_TC, norm_weight_V, epsilon, v.shape[-1], False)
+    rows.put(out_THV, result_THV)
+
+
 def mamba2_scan(
     out_THP: Tensor,
     x_THP: Tensor,
@@ -117,6 +172,33 @@ def mamba2_scan(
             out_THP[t] = read_HP.to(out_THP.dtype)
 
 
+def mamba2_step(
+    out_THP: Tensor,
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_log_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    dt_min: float,
+    dt_max: float,
+) -> None:
+    """Scan with A = -exp(A_log)."""
+    rows = _StepRows(state_offsets, cu_query_lens, seq_lens)
+    x, dt, b, c = map(rows.take, (x_THP, dt_TH, B_TGN, C_TGN))
+    result_THP = torch.empty_like(x)
+    decay_H = -a_log_H.exp()
+    mamba2_scan(
+        result_THP, x, dt, decay_H, b, c, D_H, dt_bias_H, state, *rows.arguments, dt_min, dt_max
+    )
+    rows.put(out_THP, result_THP)
+
+
 def gated_rms_norm(
     out_TC: Tensor,
     x_TC: Tensor,
@@ -136,6 +218,29 @@ def gated_rms_norm(
     if not gate_first:
         normed = (normed.float() * F.silu(gate)).to(dtype)
     out_TC.copy_(normed.flatten(-2))
+
+
+class _StepRows:
+    """The rows of a step op that have a token and are no padding, one token each.
+
+    Attributes:
+        arguments: their state_offsets, cu_query_lens and num_computed.
+    """
+
+    def __init__(self, state_offsets: Tensor, cu_query_lens: Tensor, seq_lens: Tensor) -> None:
+        is_live = (cu_query_lens[1:] > cu_query_lens[:-1]) & (seq_lens > 0)
+        self._tokens = cu_query_lens[:-1][is_live].long()
+        bounds = torch.arange(len(self._tokens) + 1, device=seq_lens.device)
+        self.arguments = (state_offsets[is_live], bounds, seq_lens[is_live] - 1)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return the rows' tokens."""
+        return tensor[self._tokens]
+
+    def put(self, out: Tensor, result: Tensor) -> None:
+        """Write the rows' results, and zero for padding."""
+        out.zero_()
+        out[self._tokens] = result
 
 
 def _rows(

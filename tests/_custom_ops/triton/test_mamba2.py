@@ -1,0 +1,94 @@
+"""The Mamba-2 scan on a GPU, against its naive twin."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.utils.ops import FLOAT_DTYPES, poisoned, random_rows
+from tests.utils.states import assert_close, make_state_rows
+from vllm._custom_ops.naive import state_space as naive
+
+ROWS = {
+    "decode": ([1, 1, 1], [0, 7, 1]),
+    "some_without": ([0, 1, 2, 0], [5, 7, 0, 0]),
+    "mixed": ([1, 1, 64, 0, 33], [3, 0, 0, 5, 16]),
+    "prompt": ([63, 65, 1], [0, 2, 0]),
+    "long": ([130], [0]),
+}
+SHAPES = {"even": (2, 32, 1, 64), "odd": (3, 21, 1, 19), "deep": (2, 64, 2, 136)}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def make_inputs(
+    num_tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> tuple[Tensor, ...]:
+    """Return x, dt, B, C as views of one tensor."""
+    heads, size, groups, state = shape
+    inner, shared = heads * size, groups * state
+    wide = random_rows(num_tokens, inner + 2 * shared + heads, dtype=dtype, seed=1).to(device)
+    x, b, c, dt = wide.split((inner, shared, shared, heads), -1)
+    b, c = (t.unflatten(-1, (-1, state)) for t in (b, c))
+    return x.unflatten(-1, (-1, size)), dt, b, c
+
+
+CASES = [
+    *itertools.product(["even"], ROWS),
+    ("odd", "decode"),
+    ("odd", "mixed"),
+    ("deep", "some_without"),
+    ("deep", "mixed"),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("shape", "name"), CASES)
+def test_equals_the_twin(device: str, shape: str, name: str, dtype: torch.dtype) -> None:
+    from vllm._custom_ops.triton import mamba2 as ops
+
+    heads, size, _, state = SHAPES[shape]
+    x, dt, b, c = make_inputs(sum(ROWS[name][0]), SHAPES[shape], dtype, device)
+    decay = -random_rows(heads, dtype=torch.float32, seed=2).exp().to(device)
+    skip, bias = (random_rows(heads, dtype=torch.float32, seed=s).to(device) for s in (3, 4))
+    plain = shape == "odd"
+    found = []
+    for module in (ops, naive):
+        rows = make_state_rows((heads, size, state), torch.float32, *ROWS[name], device)
+        out = poisoned(x.shape, dtype).to(device)
+        module.mamba2_scan(
+            out, x, dt, decay, b, c, None if plain else skip, None if plain else bias,
+            rows.view, *rows.before, 0.01, 1.5 if plain else float("inf"),
+        )  # fmt: skip
+        found.append((out, rows.memory))
+    for actual, expected in zip(*found, strict=True):
+        assert_close(actual, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (1, 128, 1, 256)])
+def test_step_equals_the_twin(
+    device: str, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Continued, new and padding rows and one without a token."""
+    from vllm._custom_ops.triton import mamba2 as ops
+
+    heads, size, _, state = shape
+    lengths, computed = [1, 1, 0, 1, 1], [4, 0, 6, -1, 1]
+    x, dt, b, c = make_inputs(4, shape, dtype, device)
+    a_log, skip, bias = (
+        random_rows(heads, dtype=torch.float32, seed=s).to(device) for s in (2, 3, 4)
+    )
+    found = []
+    for module in (ops, naive):
+        rows = make_state_rows((heads, size, state), torch.float32, lengths, computed, device)
+        out = poisoned(x.shape, dtype).to(device)
+        module.mamba2_step(
+            out, x, dt, a_log, b, c, skip, bias, rows.view, *rows.after, 0.001, 100.0
+        )
+        found.append((out, rows.memory))
+    assert_close(found[0][0], found[1][0], TOLERANCE[dtype])
+    assert_close(found[0][1], found[1][1], 1e-5)
+    assert not found[0][0][2].any()

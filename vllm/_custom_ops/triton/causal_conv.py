@@ -1,0 +1,257 @@
+"""Triton twins of the causal convolution: `causal_conv1d` and `causal_conv1d_step`.
+
+Registered by `table.py`, called through the doors of `_custom_ops/state_space.py`. Sums are in
+float32 in the order of the taps; results equal the CPU's but for the last bit of the exponential.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm._custom_ops.triton.state_rows import count_places, find_row, is_single_step, load_row
+
+_CHUNK = 16  # tokens of a program; at least TAPS - 1, so that a row's first chunk alone reads state
+_WARPS = 4
+
+
+@triton.jit
+def _load_input(
+    token,
+    begin,
+    x,
+    gate,
+    state,
+    channels,
+    is_channel,
+    x_stride,
+    gate_stride,
+    state_stride,
+    has_state,
+    HAS_GATE: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Return the input `token` of a row; before its first token, what the state remembers."""
+    is_new = token >= begin
+    place = tl.cast(token, tl.int64)
+    fresh = tl.load(x + place * x_stride + channels, mask=is_channel & is_new, other=0.0)
+    if HAS_GATE:
+        factor = tl.load(gate + place * gate_stride + channels, mask=is_channel & is_new, other=0.0)
+        fresh = (fresh.to(tl.float32) * factor.to(tl.float32)).to(x.dtype.element_ty)
+    old = tl.load(
+        state + (token - begin + TAPS - 1) * state_stride + channels,
+        mask=is_channel & (token < begin) & has_state,
+        other=0.0,
+    )
+    return tl.where(is_new, fresh, old)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _conv_kernel(
+    out,
+    x,
+    gate_in,
+    gate_out,
+    weight,
+    bias,
+    state,
+    state_offsets,
+    cu_query_lens,
+    lens,
+    num_rows,
+    num_channels,
+    out_stride,
+    x_stride,
+    in_stride,
+    gate_stride,
+    weight_stride,
+    unit_stride,
+    state_stride,
+    offset_stride,
+    TAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    IS_AFTER: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Walk over some tokens of a row for BLOCK channels; a row's first program moves its state.
+
+    A thread owns its channels (BLOCK is a multiple of the threads), so what it reads of the state
+    is read before it overwrites it.
+    """
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_channel = channels < num_channels
+    row = tl.program_id(1)
+    chunk = 0
+    if not BY_ROW:
+        row, chunk = find_row(row, cu_query_lens, num_rows, CHUNK)
+    begin, end, computed = load_row(row, cu_query_lens, lens, IS_AFTER)
+    first = begin + chunk * CHUNK
+    last = end
+    if not BY_ROW:
+        last = tl.minimum(first + CHUNK, end)
+    if first >= end:
+        return
+    if computed < 0:  # a padding row
+        for token in range(first, last):
+            zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+            tl.store(out + tl.cast(token, tl.int64) * out_stride + channels, zeros, mask=is_channel)
+        return
+    has_state = computed > 0
+    state += tl.load(state_offsets + row * offset_stride).to(tl.int64) * unit_stride
+    for token in range(first, last):
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            value = _load_input(
+                token - (TAPS - 1) + tap, begin, x, gate_in, state, channels, is_channel,
+                x_stride, in_stride, state_stride, has_state, HAS_GATES, TAPS,
+            )  # fmt: skip
+            factor = tl.load(weight + tap * weight_stride + channels, mask=is_channel, other=0.0)
+            total += value.to(tl.float32) * factor.to(tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+        result = total.to(out.dtype.element_ty)
+        if HAS_SILU:
+            total = result.to(tl.float32)
+            result = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty)
+        place = tl.cast(token, tl.int64)
+        if HAS_GATES:
+            after = tl.load(gate_out + place * gate_stride + channels, mask=is_channel, other=0.0)
+            total = result.to(tl.float32) * after.to(tl.float32)
+            result = total.to(out.dtype.element_ty)
+        tl.store(out + place * out_stride + channels, result, mask=is_channel)
+    if chunk == 0:
+        for tap in tl.static_range(TAPS - 1):  # upwards: what is read lies above what is written
+            value = _load_input(
+                end - (TAPS - 1) + tap, begin, x, gate_in, state, channels, is_channel,
+                x_stride, in_stride, state_stride, has_state, HAS_GATES, TAPS,
+            )  # fmt: skip
+            tl.store(state + tap * state_stride + channels, value, mask=is_channel)
+
+
+def _launch(
+    out_TC: Tensor,
+    x_TC: Tensor,
+    gates: tuple[Tensor, Tensor] | None,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    lens: Tensor,
+    *,
+    is_after: bool,
+    silu: bool,
+) -> None:
+    num_tokens, num_channels = x_TC.shape
+    num_rows = state_offsets.shape[0]
+    if not num_tokens or not num_rows:
+        return
+    by_row = is_single_step(num_tokens, cu_query_lens)
+    block = 256 if by_row else 512  # a small step needs many programs, a large one wide loads
+    gate_in, gate_out = (x_TC, x_TC) if gates is None else gates
+    places = num_rows if by_row else count_places(num_tokens, num_rows, _CHUNK)
+    _conv_kernel[triton.cdiv(num_channels, block), places](
+        out_TC,
+        x_TC,
+        gate_in,
+        gate_out,
+        weight_CK,
+        bias_C,
+        state,
+        state_offsets,
+        cu_query_lens,
+        lens,
+        num_rows,
+        num_channels,
+        out_TC.stride(0),
+        x_TC.stride(0),
+        gate_in.stride(0),
+        gate_out.stride(0),
+        weight_CK.stride(1),
+        state.stride(0),
+        state.stride(2),
+        state_offsets.stride(0),
+        TAPS=weight_CK.shape[1],
+        HAS_BIAS=bias_C is not None,
+        HAS_GATES=gates is not None,
+        HAS_SILU=silu,
+        IS_AFTER=is_after,
+        BY_ROW=by_row,
+        CHUNK=_CHUNK,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+
+
+def causal_conv1d(
+    out_TC: Tensor,
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    num_computed: Tensor,
+    silu: bool,
+) -> None:
+    """See the door."""
+    _launch(
+        out_TC,
+        x_TC,
+        None,
+        weight_CK,
+        bias_C,
+        state,
+        state_offsets,
+        cu_query_lens,
+        num_computed,
+        is_after=False,
+        silu=silu,
+    )
+
+
+def causal_conv1d_step(
+    out_TC: Tensor,
+    x_TC: Tensor,
+    gate_in_TC: Tensor | None,
+    gate_out_TC: Tensor | None,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    state: Tensor,
+    state_offsets: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    silu: bool,
+) -> None:
+    """See the door."""
+    gates = None
+    if gate_in_TC is not None and gate_out_TC is not None:
+        gates = (gate_in_TC, gate_out_TC)
+    _launch(
+        out_TC,
+        x_TC,
+        gates,
+        weight_CK,
+        bias_C,
+        state,
+        state_offsets,
+        cu_query_lens,
+        seq_lens,
+        is_after=True,
+        silu=silu,
+    )
+
+
+OPS = {"causal_conv1d": causal_conv1d, "causal_conv1d_step": causal_conv1d_step}
+SCHEMAS = {
+    "causal_conv1d_step": (
+        "causal_conv1d_step(Tensor! out, Tensor x, Tensor? gate_in, Tensor? gate_out, "
+        "Tensor weight, Tensor? bias, Tensor! state, Tensor state_offsets, Tensor cu_query_lens, "
+        "Tensor seq_lens, bool silu) -> ()"
+    )
+}

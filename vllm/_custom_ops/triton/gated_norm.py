@@ -1,0 +1,92 @@
+"""Triton twin of `gated_rms_norm`.
+
+Registered by `table.py`, called through the door of `_custom_ops/state_space.py`. Sums in float32;
+rounds where the naive twin does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 1024  # numbers of a program, in whole groups
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _gated_norm_kernel(
+    out,
+    x,
+    gate,
+    weight,
+    epsilon,
+    num_groups,
+    groups_per_token,
+    out_stride,
+    x_stride,
+    gate_stride,
+    SIZE: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Norm GROUPS groups of SIZE channels; they are numbered token by token."""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    token = (group // groups_per_token).to(tl.int64)[:, None]
+    of_token = (group % groups_per_token)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    mask = (group < num_groups)[:, None] & (channel < SIZE)
+    column = of_token * SIZE + channel
+    value = tl.load(x + token * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(gate + token * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    factor = factor / (1.0 + tl.exp(-factor))
+    if GATE_FIRST:
+        value *= factor
+    mean = tl.sum(value * value, axis=1) / SIZE
+    value = (value * tl.rsqrt(mean + epsilon)[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + of_token * WEIGHT_STRIDE + channel, mask=mask, other=0.0)
+    result = (value * scale.to(tl.float32)).to(out.dtype.element_ty)
+    if not GATE_FIRST:
+        result = (result.to(tl.float32) * factor).to(out.dtype.element_ty)
+    tl.store(out + token * out_stride + column, result, mask=mask)
+
+
+def gated_rms_norm(
+    out_TC: Tensor,
+    x_TC: Tensor,
+    gate_TC: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    group_size: int,
+    gate_first: bool,
+) -> None:
+    """See the door."""
+    num_tokens, num_channels = x_TC.shape
+    if not num_tokens:
+        return
+    block = triton.next_power_of_2(group_size)
+    groups = max(1, _TILE // block)
+    groups_per_token = num_channels // group_size
+    num_groups = num_tokens * groups_per_token
+    _gated_norm_kernel[(triton.cdiv(num_groups, groups),)](
+        out_TC,
+        x_TC,
+        gate_TC,
+        weight,
+        epsilon,
+        num_groups,
+        groups_per_token,
+        out_TC.stride(0),
+        x_TC.stride(0),
+        gate_TC.stride(0),
+        SIZE=group_size,
+        WEIGHT_STRIDE=0 if weight.shape[0] == group_size else group_size,
+        GATE_FIRST=gate_first,
+        GROUPS=groups,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
+    )
+
+
+OPS = {"gated_rms_norm": gated_rms_norm}
