@@ -16,6 +16,10 @@ MODULES = (
     "batch",
     "linear",
     "moe",
+    "causal_conv",
+    "delta_rule",
+    "gated_norm",
+    "mamba2",
 )
 """Modules of this package that hold kernels."""
 
