@@ -110,4 +110,7 @@ def test_blocks_that_are_there_twice_are_left_alone() -> None:
     assert take_off_blocks("a\n  new\n", [block]) == "a\n  old\n"
     assert take_off_blocks("new\nnew\n", [block]) is None
     assert take_off_blocks("a\n", [block]) is None
+    pair = ChangeBlock(added=["one", "two"])
+    assert take_off_blocks("one\na\n  two\n", [pair]) == "a\n"
+    assert take_off_blocks("one\na\n", [pair]) is None
     assert take_off_blocks("a\n", [ChangeBlock(removed=["old"])]) is None

@@ -40,10 +40,18 @@ def read_blocks(diff: str, path: str) -> list[ChangeBlock]:
 def take_off_blocks(content: str, blocks: list[ChangeBlock]) -> str | None:
     """Return a file without the changes; None if one is not found, or more than once.
 
-    Indentation may differ from the patch's by as much on every line.
+    Indentation may differ from the patch's by as much on every line, and lines that were added
+    together may have been parted.
     """
     lines = content.split("\n")
     for block in blocks:
+        if not block.removed and len(_find(lines, block.added)) != 1:
+            singles = [ChangeBlock(added=[line]) for line in block.added if line.strip()]
+            rest = take_off_blocks("\n".join(lines), singles) if len(block.added) > 1 else None
+            if rest is None:
+                return None
+            lines = rest.split("\n")
+            continue
         places = _find(lines, block.added) if block.added else []
         if len(places) != 1:
             return None

@@ -47,11 +47,15 @@ def reverse_series(store: GitStore, tree: str, patches: tuple[Patch, ...]) -> st
         result = store.apply(tree, patch.diff, reverse=True)
         if result.tree is None:
             raise QueueError(
-                f"{patch.name} does not reverse on the tree in place: {result.message}\n"
+                f"{patch.name} does not reverse: {_last_line(result.message)}\n"
                 "Run: python -m tools.pq refresh --base"
             )
         tree = result.tree
     return tree
+
+
+def _last_line(message: str) -> str:
+    return message.strip().rpartition("\n")[2]
 
 
 def apply_series(store: GitStore, tree: str, patches: tuple[Patch, ...]) -> str:
