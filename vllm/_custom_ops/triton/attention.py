@@ -1,0 +1,81 @@
+"""Triton twin of `_custom_ops/attention.py`, and the entry that knows more than the op is told.
+
+`paged_attention` is registered for CUDA tensors by `table.py`. `attend` is called by the backend
+`triton`, which knows on the host which rows have one new token and how long rows are at most.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm._custom_ops.triton.attention_args import AttentionArgs
+from vllm._custom_ops.triton.attention_decode import decode_attention
+from vllm._custom_ops.triton.attention_prefill import prefill_attention
+
+
+def paged_attention(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_offsets_BN: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    sink_tokens: int = 0,
+    chunk_tokens: int = 0,
+    fresh_key_THD: Tensor | None = None,
+    fresh_value_THD: Tensor | None = None,
+) -> None:
+    """See the door. Rows with one new token are told from others on the device."""
+    num_tokens, num_rows = query_THD.shape[0], seq_lens.shape[0]
+    if num_tokens == 0 or num_rows == 0:
+        return
+    args = AttentionArgs(
+        out=out_THD,
+        query=query_THD,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_offsets=block_offsets_BN,
+        cu_query_lens=cu_query_lens,
+        seq_lens=seq_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        sink_tokens=sink_tokens,
+        chunk_tokens=chunk_tokens,
+        fresh_key=fresh_key_THD,
+        fresh_value=fresh_value_THD,
+    )
+    args.check()
+    longest = block_offsets_BN.shape[1] * key_cache.shape[1] + num_tokens
+    decode_attention(args, num_rows, longest)
+    if num_tokens > 1:
+        prefill_attention(args, 0, num_rows, num_tokens, min_query_len=2)
+
+
+def attend(
+    args: AttentionArgs, *, num_decode_rows: int, max_query_len: int, max_seq_len: int
+) -> None:
+    """Attend for all rows of a batch.
+
+    Args:
+        args: the op's arguments.
+        num_decode_rows: leading rows with one new token, or none where rows are padding.
+        max_query_len: no row has more new tokens.
+        max_seq_len: no row is longer.
+    """
+    args.check()
+    num_rows = args.seq_lens.shape[0]
+    if num_decode_rows > 0:
+        decode_attention(args, num_decode_rows, max_seq_len)
+    if num_decode_rows < num_rows:
+        num_prompts = num_rows - num_decode_rows
+        prefill_attention(args, num_decode_rows, num_prompts, max_query_len, min_query_len=1)
+
+
+OPS = {"paged_attention": paged_attention}

@@ -1,0 +1,115 @@
+"""Which tile sizes an attention launch takes, and how many splits: arithmetic on shapes.
+
+Called by `attention_decode.py` and `attention_prefill.py` on the host. Knows no tensor, only sizes
+and the device; nothing is tuned at run time. Tiles fit the shared memory of an sm_80 (163 KiB a
+block) or an sm_90 (227 KiB): a stage holds one K and one V tile beside the query tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+_MAX_SPLITS = 64  # a fold reads them one after the other
+_PROGRAMS_PER_PROCESSOR = 4  # rows of unequal length even out
+_INTERPRETED_PROCESSORS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Sizes of a program's work.
+
+    Attributes:
+        block_m: query heads (decode) or query tokens (prefill).
+        block_n: keys of one tile.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power(count: int) -> int:
+    """Return the least power of two that is not less than `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def split_head(head_size: int) -> tuple[int, int]:
+    """Return the two powers of two that cover a head, each at least 16; the second may be 0."""
+    whole = next_power(max(head_size, 16))
+    main = whole // 2
+    if main < 16 or head_size <= main:
+        return whole, 0
+    tail = next_power(max(head_size - main, 16))
+    return (main, tail) if tail < main else (whole, 0)
+
+
+@functools.cache
+def fit_decode_tile(
+    group: int, head_size: int, itemsize: int, has_one_field: bool, device: torch.device
+) -> Tile:
+    """Return the tile of decode rows: `group` query heads share a KV head."""
+    row_bytes = sum(split_head(head_size)) * itemsize
+    most_heads = 64 if row_bytes <= 256 else 32
+    block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
+    if row_bytes > 512 and not (has_one_field and itemsize == 2):
+        block_n = 16
+    num_stages = 3 if _is_hopper(device) else 2
+    return Tile(
+        block_m=min(next_power(max(group, 16)), most_heads),
+        block_n=block_n,
+        num_warps=4 if row_bytes <= 512 else 8,
+        num_stages=num_stages if row_bytes <= 1280 else 1,
+    )
+
+
+@functools.cache
+def fit_prefill_tile(
+    head_size: int, itemsize: int, has_one_field: bool, device: torch.device
+) -> Tile:
+    """Return the tile of rows with many new tokens."""
+    row_bytes = sum(split_head(head_size)) * itemsize
+    if itemsize == 4:  # no tensor core computes in float32
+        side = 32 if row_bytes <= 512 else 16
+        return Tile(block_m=side, block_n=side, num_warps=4, num_stages=1)
+    if row_bytes > 512:
+        num_stages = 2 if has_one_field or _is_hopper(device) else 1
+        return Tile(block_m=64, block_n=32, num_warps=8, num_stages=num_stages)
+    if _is_hopper(device):
+        block_n, num_stages = (128, 3) if row_bytes <= 128 else (128, 2)
+        if row_bytes > 256:
+            block_n = 64
+        return Tile(block_m=128, block_n=block_n, num_warps=8, num_stages=num_stages)
+    if row_bytes <= 128:
+        return Tile(block_m=128, block_n=64, num_warps=4, num_stages=3)
+    if row_bytes <= 256:
+        return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+    return Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
+
+
+def count_splits(num_groups: int, longest_view: int, block_n: int, num_processors: int) -> int:
+    """Return how many programs share one row's keys.
+
+    Args:
+        num_groups: programs without splitting.
+        longest_view: most keys that a row sees.
+    """
+    most_tiles = -(-longest_view // block_n) + 1  # a window need not begin where a tile does
+    wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // max(num_groups, 1))
+    return max(1, min(wanted, most_tiles, _MAX_SPLITS))
+
+
+@functools.cache
+def count_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
