@@ -79,6 +79,7 @@ VECTORS = (
     _vector(16, 512, 1, 4),
     _vector(16, 512, 1, 8),
     _vector(8, 1024, 1, 6),
+    _vector(16, 256, 1, 8),
     _vector(16, 256, 3, 4),
 )
 DOTS = (

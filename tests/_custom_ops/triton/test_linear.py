@@ -120,6 +120,15 @@ def test_every_part_of_k_has_work(n: int, k: int, num_rows: int) -> None:
         assert (splits - 1) * blocks * config.block_k < k <= splits * blocks * config.block_k
 
 
+def test_other_shapes_are_torchs() -> None:
+    assert linear_table.is_skinny(1, 3584, 3584)
+    assert linear_table.is_skinny(64, 3584, 3584)
+    assert not linear_table.is_skinny(0, 3584, 3584)
+    assert not linear_table.is_skinny(65, 3584, 3584)
+    assert not linear_table.is_skinny(1, 152064, 3584)
+    assert not linear_table.is_skinny(1, 3584, 3588)
+
+
 def test_bad_arguments_name_what_was_given(device: str) -> None:
     x, weight, bias = make(3, 8, 16, torch.float32, device)
     out = x.new_empty(3, 8)
