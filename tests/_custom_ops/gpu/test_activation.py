@@ -1,0 +1,78 @@
+"""The activation ops on a GPU against their twins: odd sizes, strides, graphs, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests._custom_ops.gpu.graphs import capture
+from tests._custom_ops.gpu.tensors import DTYPES, NEEDS_GPU, assert_near, draw, poisoned_like
+from vllm._custom_ops import activation as ops
+from vllm._custom_ops.naive import activation as naive
+from vllm.errors import ShapeError
+
+pytestmark = NEEDS_GPU
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 8, 100, 129, 1408, 14336])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
+def test_gated_equals_twin(dtype: torch.dtype, size: int, name: str) -> None:
+    x = draw(5, 2 * size, dtype=dtype, seed=1, scale=3.0)
+    out, expected = poisoned_like(x[:, :size]), poisoned_like(x[:, :size])
+    getattr(ops, name)(out, x)
+    getattr(naive, name)(expected, x)
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3,), (7, 33), (2, 3, 64)])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_quick"])
+def test_plain_equals_twin(dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    x = draw(*shape, dtype=dtype, seed=2, scale=3.0)
+    out, expected = poisoned_like(x), poisoned_like(x)
+    getattr(ops, name)(out, x)
+    getattr(naive, name)(expected, x)
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1000, 1001])
+def test_soft_cap_of_cut_columns_equals_twin(dtype: torch.dtype, width: int) -> None:
+    logits = draw(4, 1024, dtype=dtype, seed=3, scale=40.0)
+    expected = logits.clone()
+    ops.soft_cap(logits[:, :width], 0.5, 30.0)
+    naive.soft_cap(expected[:, :width], 0.5, 30.0)
+    assert_near(logits, expected)
+    assert torch.equal(logits[:, width:], expected[:, width:])
+
+
+def test_rows_may_lie_apart() -> None:
+    x = draw(6, 3, 64, dtype=torch.bfloat16, seed=4)
+    out, expected = poisoned_like(x[:, 1, :32]), poisoned_like(x[:, 1, :32])
+    ops.silu_and_mul(out, x[:, 1])
+    naive.silu_and_mul(expected, x[:, 1])
+    assert_near(out, expected)
+
+
+def test_graph_replays_equal() -> None:
+    x = draw(3, 2 * 1408, dtype=torch.bfloat16, seed=5)
+    out, expected = poisoned_like(x[:, :1408]), poisoned_like(x[:, :1408])
+    graph = capture(lambda: ops.silu_and_mul(out, x))
+    out.fill_(float("nan"))
+    graph.replay()
+    ops.silu_and_mul(expected, x)
+    assert torch.equal(out, expected)
+
+
+def test_no_rows_and_bad_arguments() -> None:
+    x = draw(2, 8, dtype=torch.float32)
+    ops.silu_and_mul(x[:0, :4], x[:0])
+    with pytest.raises(ShapeError, match="with half the last size"):
+        ops.silu_and_mul(x, x)
+    with pytest.raises(ShapeError, match="out must be on CUDA device 0"):
+        ops.silu_and_mul(x[:, :4].cpu(), x)
+    with pytest.raises(ShapeError, match="allowed: Float, BFloat16, Half"):
+        ops.gelu_new(x.double(), x.double())
+    with pytest.raises(ShapeError, match="must be positive"):
+        ops.soft_cap(x, 1.0, 0.0)

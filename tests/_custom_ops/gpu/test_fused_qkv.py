@@ -1,0 +1,126 @@
+"""The fused op between QKV and attention: equal bit for bit to the separate ops, near its twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests._custom_ops.gpu.graphs import capture
+from tests._custom_ops.gpu.tensors import (
+    DTYPES,
+    NEEDS_GPU,
+    TOLERANCE,
+    draw,
+    make_caches,
+    make_slots,
+    make_table,
+)
+from vllm._custom_ops import cache, fused_qkv, norm, rope
+from vllm._custom_ops.naive import fused_qkv as naive
+from vllm.errors import ShapeError
+
+pytestmark = NEEDS_GPU
+HEADS, KV_HEADS, BLOCK = 5, 2, 4
+SIZES = [(128, 128), (64, 64), (128, 0), (256, 64), (80, 32), (96, 12), (24, 2), (512, 512)]
+
+
+def run_separate_ops(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    norms: tuple[Tensor | None, Tensor | None],
+    table: Tensor | None,
+    is_neox: bool,
+) -> None:
+    heads = qkv.unflatten(-1, (HEADS + 2 * KV_HEADS, -1))
+    query, key, value = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    for x, weight in zip((query, key), norms, strict=True):
+        if weight is not None:
+            norm.rms_norm(x, x, weight, 1e-6)
+    if table is not None:
+        rope.rotary_embedding(positions, query, key, heads.shape[-1], table, is_neox)
+    cache.reshape_and_cache(key, value, key_cache, value_cache, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_size", "rot_dim"), SIZES)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("weights", ["none", "same", "float", "query only"])
+def test_equals_separate_ops(
+    dtype: torch.dtype, head_size: int, rot_dim: int, is_neox: bool, weights: str
+) -> None:
+    num_tokens = 11
+    qkv = draw(num_tokens, (HEADS + 2 * KV_HEADS) * head_size, dtype=dtype, seed=1)
+    weight_dtype = torch.float32 if weights == "float" else dtype
+    q_norm, k_norm = (draw(head_size, dtype=weight_dtype, seed=seed) for seed in (2, 3))
+    norms = {"none": (None, None), "query only": (q_norm, None)}.get(weights, (q_norm, k_norm))
+    table = make_table(60, rot_dim) if rot_dim else None
+    positions = torch.arange(30, 30 + num_tokens).cuda()
+    block_units = 2 * BLOCK * KV_HEADS * head_size * dtype.itemsize // 256 + 2
+    slots = make_slots(num_tokens, BLOCK, block_units)
+    found, separate, twin = (
+        (qkv.clone(), make_caches(BLOCK, KV_HEADS, head_size, dtype)) for _ in range(3)
+    )
+    run_separate_ops(separate[0], positions, slots, *separate[1][1:], norms, table, is_neox)
+    for module, (x, caches) in ((fused_qkv, found), (naive, twin)):
+        module.qkv_norm_rope_cache(
+            x, positions, slots, *caches[1:], *norms, 1e-6, table,
+            HEADS, KV_HEADS, head_size, rot_dim, is_neox,
+        )  # fmt: skip
+    assert torch.equal(found[0], separate[0])
+    assert torch.equal(found[1][0], separate[1][0])
+    # A norm rounded the other way moves both elements of a pair by a step of the larger one.
+    step = TOLERANCE[dtype][0] * twin[0].abs().max().item()
+    torch.testing.assert_close(found[0], twin[0], rtol=0, atol=step)
+
+
+def call(qkv: Tensor, positions: Tensor, slots: Tensor, caches: list[Tensor]) -> None:
+    weight = torch.ones(128, dtype=qkv.dtype, device="cuda")
+    fused_qkv.qkv_norm_rope_cache(
+        qkv, positions, slots, *caches, weight, weight, 1e-6, make_table(60, 128),
+        HEADS, KV_HEADS, 128, 128, True,
+    )  # fmt: skip
+
+
+def test_graph_replays_equal() -> None:
+    """A replay reads positions and slots that are there then; padding tokens write no row."""
+    weight, table = torch.ones(128, dtype=torch.bfloat16, device="cuda"), make_table(60, 128)
+    x = draw(8, (HEADS + 2 * KV_HEADS) * 128, dtype=torch.bfloat16, seed=4)
+    static = x.clone()
+    positions, slots = torch.arange(8).cuda(), make_slots(8, BLOCK, 20)
+    arena, *caches = make_caches(BLOCK, KV_HEADS, 128, torch.bfloat16)
+
+    def run(qkv: Tensor, targets: list[Tensor]) -> None:
+        fused_qkv.qkv_norm_rope_cache(
+            qkv, positions, slots, *targets, weight, weight, 1e-6, table,
+            HEADS, KV_HEADS, 128, 128, True,
+        )  # fmt: skip
+
+    graph = capture(lambda: run(static, caches))
+    static.copy_(x)
+    arena.fill_(255)
+    positions += 7
+    slots[5:, 0] = -1
+    graph.replay()
+    expected, *expected_caches = make_caches(BLOCK, KV_HEADS, 128, torch.bfloat16)
+    run(x, expected_caches)
+    assert torch.equal(static, x)
+    assert torch.equal(arena, expected)
+
+
+def test_no_tokens_and_bad_arguments() -> None:
+    _, *caches = make_caches(BLOCK, KV_HEADS, 128, torch.bfloat16)
+    qkv = draw(3, (HEADS + 2 * KV_HEADS) * 128, dtype=torch.bfloat16)
+    positions, slots = torch.arange(3).cuda(), make_slots(3, BLOCK, 20)
+    call(qkv[:0], positions[:0], slots[:0], caches)
+    with pytest.raises(ShapeError, match="dimension 1 must be 1152"):
+        call(qkv[:, :1024], positions, slots, caches)
+    with pytest.raises(ShapeError, match="positions has shape"):
+        call(qkv, positions[:2], slots, caches)
+    with pytest.raises(ShapeError, match="slots is Long"):
+        call(qkv, positions, slots.long(), caches)
+    with pytest.raises(ShapeError, match="key_cache is BFloat16, expected Float"):
+        call(qkv.float(), positions, slots, caches)

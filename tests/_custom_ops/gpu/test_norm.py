@@ -1,0 +1,88 @@
+"""The norm ops on a GPU against their twins: row lengths, strides, the bit rule, graphs, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests._custom_ops.gpu.graphs import capture
+from tests._custom_ops.gpu.tensors import DTYPES, NEEDS_GPU, assert_near, draw, poisoned_like
+from vllm._custom_ops import norm as ops
+from vllm._custom_ops.naive import norm as naive
+from vllm.errors import ShapeError
+
+pytestmark = NEEDS_GPU
+SIZES = (1, 7, 64, 80, 128, 256, 257, 500, 1000, 2048, 2880, 4096, 4100, 8192, 16384)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_weight_float", [False, True])
+def test_rms_norm_equals_twin(dtype: torch.dtype, size: int, is_weight_float: bool) -> None:
+    x = draw(5, size, dtype=dtype, seed=1)
+    weight = draw(size, dtype=torch.float32 if is_weight_float else dtype, seed=2)
+    out, expected = poisoned_like(x), poisoned_like(x)
+    ops.rms_norm(out, x, weight, 1e-6)
+    naive.rms_norm(expected, x, weight, 1e-6)
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_fused_add_rms_norm_equals_twin(dtype: torch.dtype, size: int) -> None:
+    x, residual = draw(3, size, dtype=dtype, seed=1), draw(3, size, dtype=dtype, seed=2)
+    weight = draw(size, dtype=dtype, seed=3)
+    x_naive, residual_naive = x.clone(), residual.clone()
+    ops.fused_add_rms_norm(x, residual, weight, 1e-5)
+    naive.fused_add_rms_norm(x_naive, residual_naive, weight, 1e-5)
+    assert torch.equal(residual, residual_naive)
+    assert_near(x, x_naive)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [64, 128, 96, 12])
+def test_heads_inside_qkv_are_normed_in_place(dtype: torch.dtype, head_size: int) -> None:
+    qkv = draw(9, 7, head_size, dtype=dtype, seed=4)
+    expected = qkv.clone()
+    weight = draw(head_size, dtype=dtype, seed=5)
+    ops.rms_norm(qkv[:, 1:4], qkv[:, 1:4], weight, 1e-6)
+    naive.rms_norm(expected[:, 1:4], expected[:, 1:4], weight, 1e-6)
+    assert_near(qkv, expected)
+    assert torch.equal(qkv[:, 4:], expected[:, 4:])
+
+
+@pytest.mark.parametrize("size", [64, 128, 2048, 4096])
+def test_rows_stand_alone(size: int) -> None:
+    x = draw(300, size, dtype=torch.bfloat16, seed=6)
+    weight = draw(size, dtype=torch.bfloat16, seed=7)
+    whole, alone = torch.empty_like(x), torch.empty_like(x[:1])
+    ops.rms_norm(whole, x, weight, 1e-6)
+    for row in (0, 17, 299):
+        ops.rms_norm(alone, x[row : row + 1], weight, 1e-6)
+        assert torch.equal(alone[0], whole[row])
+
+
+def test_graph_replays_equal() -> None:
+    x, residual = (draw(16, 4096, dtype=torch.bfloat16, seed=seed) for seed in (8, 9))
+    weight = draw(4096, dtype=torch.bfloat16, seed=10)
+    x_static, residual_static = x.clone(), residual.clone()
+    graph = capture(lambda: ops.fused_add_rms_norm(x_static, residual_static, weight, 1e-6))
+    x_static.copy_(x)
+    residual_static.copy_(residual)
+    graph.replay()
+    ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(x_static, x)
+    assert torch.equal(residual_static, residual)
+
+
+def test_no_rows_and_bad_arguments() -> None:
+    x, weight = draw(2, 8, dtype=torch.float32), draw(8, dtype=torch.float32)
+    ops.rms_norm(x[:0], x[:0], weight, 1e-6)
+    with pytest.raises(ShapeError, match=r"weight has shape \[7\]"):
+        ops.rms_norm(x, x, weight[:7], 1e-6)
+    with pytest.raises(ShapeError, match="weight must be on a CUDA device"):
+        ops.rms_norm(x, x, weight.cpu(), 1e-6)
+    with pytest.raises(ShapeError, match="out is BFloat16, expected Float"):
+        ops.rms_norm(x.bfloat16(), x, weight, 1e-6)
+    with pytest.raises(ShapeError, match="contiguous in its last dimension"):
+        ops.rms_norm(x, draw(8, 2, dtype=torch.float32).t(), weight, 1e-6)
