@@ -17,7 +17,7 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
 
     Args:
         out: [..., d], dtype of `input`.
-        input: float32 or bfloat16 [..., 2d] of 1 to 3 dimensions, gate then up.
+        input: float32, bfloat16 or, on CUDA, float16; [..., 2d] of 1 to 3 dimensions, gate then up.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
@@ -40,7 +40,7 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
 
     Args:
         out: like `input`; may be `input` itself.
-        input: float32 or bfloat16 of 1 to 3 dimensions.
+        input: float32, bfloat16 or, on CUDA, float16; of 1 to 3 dimensions.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
@@ -64,7 +64,7 @@ def soft_cap(x: Tensor, scale: float, cap: float) -> None:
     torch.tanh may round an element by its place in memory; this does not.
 
     Args:
-        x: float32 or bfloat16 [T, N], contiguous in N.
+        x: float32, bfloat16 or, on CUDA, float16 [T, N], contiguous in N.
         scale: factor that comes before the cap.
         cap: bound of the results, positive.
 

@@ -17,7 +17,7 @@ def reshape_and_cache(
     """Write new K and V rows into their cache slots.
 
     Args:
-        key_THD: float32 or bfloat16 [T, Hkv, D], contiguous in D.
+        key_THD: float32, bfloat16 or, on CUDA, float16 [T, Hkv, D], contiguous in D.
         value_THD: same.
         key_cache: [num_units, block_tokens, Hkv, D] view, stride(0) = 256 bytes.
         value_cache: same.
@@ -25,7 +25,8 @@ def reshape_and_cache(
             token.
 
     Raises:
-        ShapeError: an argument has the wrong shape, stride or dtype, or a slot lies outside.
+        ShapeError: an argument has the wrong shape, stride or dtype, or a slot lies outside. CUDA
+            checks slots on the device: one that lies outside ends its work with an assertion.
     """
     CACHE_OPS.reshape_and_cache(key_THD, value_THD, key_cache, value_cache, slots_T2)
 
@@ -35,7 +36,8 @@ def copy_blocks(arena: Tensor, copies_N2: Tensor, block_bytes: int) -> None:
 
     Args:
         arena: uint8 [bytes].
-        copies_N2: int64; (source, target) offsets in 256-byte units.
+        copies_N2: int64 on the CPU, wherever the arena is; (source, target) offsets in 256-byte
+            units. On CUDA two blocks are equal or disjoint.
         block_bytes: bytes of one block.
 
     Raises:

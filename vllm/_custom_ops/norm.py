@@ -17,7 +17,8 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
 
     Args:
         out: like `input`; may be `input` itself.
-        input: float32 or bfloat16, [..., hidden] of 1 to 3 dimensions; the last is contiguous.
+        input: float32, bfloat16 or, on CUDA, float16; [..., hidden] of 1 to 3 dimensions; the
+            last is contiguous.
         weight: [hidden], of the input's dtype (multiplied after rounding) or float32 (multiplied
             before the only rounding, for families whose scale is 1 + w).
         epsilon: added to the mean square.
@@ -32,7 +33,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
     """Add, then normalise: residual := input + residual; input := rms_norm(residual).
 
     Args:
-        input: float32 or bfloat16, [..., hidden] of 1 to 3 dimensions; overwritten with the result.
+        input: as in `rms_norm`; overwritten with the result.
         residual: like `input`; overwritten with the sum, rounded to its dtype.
         weight: as in `rms_norm`.
         epsilon: added to the mean square.

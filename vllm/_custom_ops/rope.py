@@ -23,8 +23,8 @@ def rotary_embedding(
 
     Args:
         positions: int64 [T], rows of the table; each must lie inside it.
-        query: float32 or bfloat16 [T, heads * head_size] or [T, heads, head_size]; tokens and heads
-            may lie at any stride.
+        query: float32, bfloat16 or, on CUDA, float16; [T, heads * head_size] or
+            [T, heads, head_size]; tokens and heads may lie at any stride.
         key: same form and dtype as `query`, its own number of heads.
         head_size: elements of one head.
         cos_sin_cache: float32 [max_pos, rot_dim], a row is rot_dim/2 cosines then as many sines;
@@ -33,5 +33,7 @@ def rotary_embedding(
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype, or a position lies outside.
+            CUDA checks positions on the device: one that lies outside ends its work with an
+            assertion.
     """
     C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)

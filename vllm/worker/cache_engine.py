@@ -183,7 +183,7 @@ class CacheEngine:
                 if copy.group == group
             ]
             if pairs:
-                copies = torch.tensor(pairs, dtype=torch.int64, device=self.arena.device)
+                copies = torch.tensor(pairs, dtype=torch.int64, device="cpu")
                 copy_blocks(self.arena, copies, geometry.block_bytes)
 
 
