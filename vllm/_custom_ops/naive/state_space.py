@@ -228,8 +228,10 @@ class _StepRows:
     """
 
     def __init__(self, state_offsets: Tensor, cu_query_lens: Tensor, seq_lens: Tensor) -> None:
-        is_live = (cu_query_lens[1:] > cu_query_lens[:-1]) & (seq_lens > 0)
+        has_token = cu_query_lens[1:] > cu_query_lens[:-1]
+        is_live = has_token & (seq_lens > 0)
         self._tokens = cu_query_lens[:-1][is_live].long()
+        self._padding = cu_query_lens[:-1][has_token & (seq_lens <= 0)].long()
         bounds = torch.arange(len(self._tokens) + 1, device=seq_lens.device)
         self.arguments = (state_offsets[is_live], bounds, seq_lens[is_live] - 1)
 
@@ -239,7 +241,7 @@ class _StepRows:
 
     def put(self, out: Tensor, result: Tensor) -> None:
         """Write the rows' results, and zero for padding."""
-        out.zero_()
+        out[self._padding] = 0.0
         out[self._tokens] = result
 
 

@@ -151,7 +151,7 @@ def _launch(
     num_rows = state_offsets.shape[0]
     if not num_tokens or not num_rows:
         return
-    by_row = is_single_step(num_tokens, cu_query_lens)
+    by_row = is_after or is_single_step(num_tokens, cu_query_lens)
     block = 256 if by_row else 512  # a small step needs many programs, a large one wide loads
     gate_in, gate_out = (x_TC, x_TC) if gates is None else gates
     places = num_rows if by_row else count_places(num_tokens, num_rows, _CHUNK)

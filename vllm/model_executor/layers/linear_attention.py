@@ -116,28 +116,26 @@ class GatedDeltaNet(nn.Module):
         keys, values, heads = self._keys, self._values, self._num_heads
         qkv, z, b, a = self.in_proj(x_TE).split((2 * keys + values, values, heads, heads), dim=-1)
         q, k, v = self.conv(qkv, conv_state, rows).split((keys, keys, values), dim=-1)
-        g_TH = torch.empty(a.shape, dtype=torch.float32, device=a.device)
-        beta_TH = torch.empty_like(g_TH)
-        state_ops.delta_rule_gates(
-            g_TH, beta_TH, a, b, self.decay.vector("A_log"), self.decay.vector("dt_bias")
-        )
         out_TC = torch.empty(z.shape, dtype=z.dtype, device=z.device)
         key_size, value_size = self._sizes.key_size, self._sizes.value_size
-        state_ops.gated_delta_rule(
-            out_TC.unflatten(-1, (-1, value_size)),
-            q.unflatten(-1, (-1, key_size)),
-            k.unflatten(-1, (-1, key_size)),
-            v.unflatten(-1, (-1, value_size)),
-            g_TH,
-            beta_TH,
-            state,
-            rows.offsets,
-            rows.cu_query_lens,
-            rows.num_computed,
-            key_size**-0.5,
-            True,
-        )
-        return self.out_proj(self.norm(out_TC, z))
+        q, k = (t.unflatten(-1, (-1, key_size)) for t in (q, k))
+        out, v, gate = (t.unflatten(-1, (-1, value_size)) for t in (out_TC, v, z))
+        decay = (self.decay.vector("A_log"), self.decay.vector("dt_bias"))
+        scale = key_size**-0.5
+        if rows.others is not None:
+            g_TH = torch.empty(a.shape, dtype=torch.float32, device=a.device)
+            beta_TH = torch.empty_like(g_TH)
+            state_ops.delta_rule_gates(g_TH, beta_TH, a, b, *decay)
+            state_ops.gated_delta_rule(
+                out, q, k, v, g_TH, beta_TH, state, *rows.others, scale, True
+            )
+            self.norm(out_TC, z)  # also over what the step op writes next
+        if rows.single is not None:
+            weight, epsilon = self.norm.weight, self.norm.epsilon
+            state_ops.gated_delta_step(
+                out, q, k, v, a, b, gate, *decay, weight, state, *rows.single, scale, epsilon
+            )
+        return self.out_proj(out_TC)
 
 
 class _DeltaNetSplit:

@@ -120,22 +120,18 @@ class Mamba2Mixer(nn.Module):
         gate_TC, xbc_TC, dt_TH = self.in_proj(x_TE).split(parts, dim=-1)
         x, b, c = self.conv(xbc_TC, conv_state, rows).split((inner, shared, shared), dim=-1)
         out_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        state_ops.mamba2_scan(
-            out_TC.unflatten(-1, (-1, sizes.head_size)),
-            x.unflatten(-1, (-1, sizes.head_size)),
-            dt_TH,
-            -self.heads.vector("A_log").exp(),
-            b.unflatten(-1, (-1, sizes.state_size)),
-            c.unflatten(-1, (-1, sizes.state_size)),
-            self.heads.vector("D"),
-            self.heads.vector("dt_bias"),
-            state,
-            rows.offsets,
-            rows.cu_query_lens,
-            rows.num_computed,
-            sizes.dt_min,
-            sizes.dt_max,
-        )
+        out, x = (t.unflatten(-1, (-1, sizes.head_size)) for t in (out_TC, x))
+        b, c = (t.unflatten(-1, (-1, sizes.state_size)) for t in (b, c))
+        a_log, skip, dt_bias = map(self.heads.vector, ("A_log", "D", "dt_bias"))
+        limits = (sizes.dt_min, sizes.dt_max)
+        if rows.others is not None:
+            state_ops.mamba2_scan(
+                out, x, dt_TH, -a_log.exp(), b, c, skip, dt_bias, state, *rows.others, *limits
+            )
+        if rows.single is not None:
+            state_ops.mamba2_step(
+                out, x, dt_TH, a_log, b, c, skip, dt_bias, state, *rows.single, *limits
+            )
         if self._tp.size > 1 and sizes.num_groups == 1:
             return self.out_proj(self._norm_over_ranks(out_TC, gate_TC))
         return self.out_proj(self.norm(out_TC, gate_TC))

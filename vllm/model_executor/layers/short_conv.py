@@ -65,4 +65,4 @@ class ShortConv(nn.Module):
         rows = StateRows.read(self._layer, batch, attention)
         (state,) = rows.fields
         before_TC, after_TC, given_TC = self.in_proj(x_TE).chunk(3, dim=-1)
-        return self.out_proj(after_TC * self.conv(before_TC * given_TC, state, rows))
+        return self.out_proj(self.conv.forward_gated(before_TC, given_TC, after_TC, state, rows))

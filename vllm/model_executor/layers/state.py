@@ -27,33 +27,58 @@ STATE_KIND = "state"
 """Name of the layer type of every layer with a state."""
 
 
+RowArguments = tuple[Tensor, Tensor, Tensor]
+"""Unit of each row's state, int32 [B]; bounds of the rows' tokens, int32 [B + 1]; int32 [B]: tokens
+before the step (0 is a new row, whose state counts as zero) or, for step ops, after it."""
+
+
+def has_step_ops(tensor: Tensor) -> bool:
+    """Return whether the ops named `_step` serve the device of a tensor."""
+    return tensor.device.type != "cpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateRows:
     """Where the states of a step's rows lie, as the state ops take it.
 
+    Bounds count all tokens of the step, so that ops over some of the rows take whole tensors and
+    leave the results of other rows alone.
+
     Attributes:
         fields: views of the layer's cache fields, [units, ...], in the order of its spec.
-        offsets: int32 [B], unit of each row's state.
-        cu_query_lens: int32 [B + 1].
-        num_computed: int32 [B]; 0 is a new row, whose state counts as zero.
+        single: on a GPU the rows of one token, which step ops serve in few launches; or None.
+        others: all other rows, with tokens before the step; None if there are none.
     """
 
     fields: tuple[Tensor, ...]
-    offsets: Tensor
-    cu_query_lens: Tensor
-    num_computed: Tensor
+    single: RowArguments | None
+    others: RowArguments | None
 
     @staticmethod
     def read(layer: int, batch: ForwardBatch, attention: AttentionState) -> StateRows:
         """Return the rows of a step for decoder layer `layer`."""
         cache = attention.caches[layer]
         assert cache is not None, f"layer {layer} has no cache bound to it"
-        bounds = batch.cu_query_lens
+        bounds, lens = batch.cu_query_lens, batch.seq_lens
+        offsets = batch.groups[cache.group].block_offsets[:, 0]
+        if not has_step_ops(bounds):
+            others = (offsets.contiguous(), bounds, lens - (bounds[1:] - bounds[:-1]))
+            return StateRows(fields=cache.tensors, single=None, others=others)
+        num_rows = lens.shape[0]
+        num_single = num_rows if batch.max_query_len == 1 else batch.num_decode_rows
+        rest = bounds[num_single:]
         return StateRows(
             fields=cache.tensors,
-            offsets=batch.groups[cache.group].block_offsets[:, 0].contiguous(),
-            cu_query_lens=bounds,
-            num_computed=batch.seq_lens - (bounds[1:] - bounds[:-1]),
+            single=(
+                (offsets[:num_single], bounds[: num_single + 1], lens[:num_single])
+                if num_single
+                else None
+            ),
+            others=(
+                (offsets[num_single:], rest, lens[num_single:] - (rest[1:] - rest[:-1]))
+                if num_single < num_rows
+                else None
+            ),
         )
 
 
@@ -130,18 +155,51 @@ class CausalConv(nn.Module):
             rows: the step's rows.
         """
         out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
-        state_ops.causal_conv1d(
+        if rows.others is not None:
+            self._convolve(out_TC, x_TC, state, rows.others)
+        if rows.single is not None:
+            self._step(out_TC, x_TC, None, None, state, rows.single)
+        return out_TC
+
+    def forward_gated(
+        self, before_TC: Tensor, x_TC: Tensor, after_TC: Tensor, state: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Return after * conv(before * x), [T, C], and move the state on."""
+        if rows.others is None:
+            out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
+        else:
+            given_TC = before_TC * x_TC
+            conv_TC = torch.empty_like(given_TC)
+            self._convolve(conv_TC, given_TC, state, rows.others)
+            out_TC = after_TC * conv_TC
+        if rows.single is not None:
+            self._step(out_TC, x_TC, before_TC, after_TC, state, rows.single)
+        return out_TC
+
+    def _convolve(self, out_TC: Tensor, x_TC: Tensor, state: Tensor, rows: RowArguments) -> None:
+        weight_CK, state_CK = self.weight_KC.T, state.transpose(1, 2)
+        state_ops.causal_conv1d(out_TC, x_TC, weight_CK, self.bias_C, state_CK, *rows, self._silu)
+
+    def _step(
+        self,
+        out_TC: Tensor,
+        x_TC: Tensor,
+        before_TC: Tensor | None,
+        after_TC: Tensor | None,
+        state: Tensor,
+        rows: RowArguments,
+    ) -> None:
+        state_ops.causal_conv1d_step(
             out_TC,
             x_TC,
+            before_TC,
+            after_TC,
             self.weight_KC.T,
             self.bias_C,
             state.transpose(1, 2),
-            rows.offsets,
-            rows.cu_query_lens,
-            rows.num_computed,
+            *rows,
             self._silu,
         )
-        return out_TC
 
 
 class FloatVectors(nn.Module):
