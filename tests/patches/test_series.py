@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="a tree without git has no base to compare with"
 )
 
+FOLDERS = (ROOT / "vllm", ROOT / "tests", ROOT / "benchmarks", ROOT / "tools")
 IMPORT_ALL = """
 import importlib, pkgutil, sys, vllm
 assert vllm.__file__.startswith(sys.argv[1]), vllm.__file__
@@ -65,7 +66,7 @@ def run_in(base: Path, code: str, *args: str) -> str:
 
 def list_owned_modules() -> set[str]:
     owned = load_series(ROOT).base.owns
-    places = [str(path.relative_to(ROOT)) for path in (ROOT / "vllm").rglob("*.py")]
+    places = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.rglob("*.py")]
     names = {place[:-3].replace("/", ".") for place in places if owned(place)}
     return names | {name.removesuffix(".__init__") for name in names}
 
@@ -90,7 +91,7 @@ def test_series_verifies(capsys: pytest.CaptureFixture[str]) -> None:
 def test_base_names_no_owned_module(base: Path) -> None:
     owned = list_owned_modules()
     found = []
-    for path in sorted((base / "vllm").rglob("*.py")):
+    for path in sorted([*(base / "vllm").rglob("*.py"), *(base / "tests").rglob("*.py")]):
         here = ".".join(path.relative_to(base).parent.parts)
         for name in list_named_modules(ast.parse(path.read_text())):
             is_row = "." in here and f"{here}.{name}" in owned
