@@ -93,6 +93,7 @@ class ModelRunner:
                     step.rows[i].state,
                     step.plan_rows[i].num_samples,
                     token_masks.get(step.plan_rows[i].seq_id),
+                    num_outputs=step.rows[i].state.num_outputs,
                 )
                 for i in step.sampled
             ]

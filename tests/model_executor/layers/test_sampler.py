@@ -40,12 +40,18 @@ def make_state(
     )
 
 
+def want(
+    state: SamplingState, num_samples: int = 1, token_mask: bytes | None = None
+) -> SampleRequest:
+    return SampleRequest(state, num_samples, token_mask, num_outputs=state.num_outputs)
+
+
 def draw_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def sample_one(logits_V: Tensor, state: SamplingState, **request: object):
-    return Sampler()(logits_V[None].clone(), [SampleRequest(state, **request)])[0]
+def sample_one(logits_V: Tensor, state: SamplingState, num_samples: int = 1):
+    return Sampler()(logits_V[None].clone(), [want(state, num_samples)])[0]
 
 
 def reference_logits(
@@ -139,7 +145,7 @@ def test_draws_follow_the_documented_distribution(params: dict) -> None:
     state = make_state(prompt, output, seed=9, **params)
     p = state.params
     expected = reference_probabilities(reference_logits(logits[0], prompt, output, p), p)
-    result = Sampler()(logits.clone(), [SampleRequest(state, num_draws)])[0]
+    result = Sampler()(logits.clone(), [want(state, num_draws)])[0]
     found = torch.bincount(torch.tensor(result.token_ids), minlength=VOCAB).double() / num_draws
     assert (found[expected == 0] == 0).all()
     sigma = (expected * (1 - expected) / num_draws).sqrt()
@@ -165,7 +171,7 @@ def test_zero_alternatives_still_give_the_chosen_token() -> None:
     """C14: zero means no alternatives, not off."""
     logits = draw_logits(2, 6)
     zero, off = make_state(temperature=0.0, num_logprobs=0), make_state(temperature=0.0)
-    results = Sampler()(logits.clone(), [SampleRequest(zero), SampleRequest(off)])
+    results = Sampler()(logits.clone(), [want(zero), want(off)])
     entry = results[0].logprobs[0]
     assert entry.token_ids == results[0].token_ids
     expected = logits[0].log_softmax(-1)[entry.token_ids[0]].item()
@@ -188,7 +194,7 @@ def test_penalties_do_not_leak_to_neighbours() -> None:
         found: dict[str, list[int]] = {name: [] for name in order}
         for step in range(20):
             logits = torch.stack([step_logits(name, found[name], step, rows) for name in order])
-            results = Sampler()(logits, [SampleRequest(states[name]) for name in order])
+            results = Sampler()(logits, [want(states[name]) for name in order])
             for name, result in zip(order, results, strict=True):
                 found[name] += result.token_ids
                 states[name].append(result.token_ids[0])
@@ -218,7 +224,7 @@ def test_a_token_depends_on_seed_branch_and_position_alone() -> None:
     alone = sample_one(logits, make_state(output=[4, 5], **params)).token_ids
     crowd = torch.stack([draw_logits(1, i)[0] for i in range(9)] + [logits])
     states = [make_state(temperature=i / 3, seed=i, num_logprobs=2) for i in range(9)]
-    requests = [SampleRequest(s) for s in [*states, make_state(output=[4, 5], **params)]]
+    requests = [want(s) for s in [*states, make_state(output=[4, 5], **params)]]
     assert Sampler()(crowd, requests)[9].token_ids == alone
     resumed = make_state(output=[4], **params)
     resumed.append(5)
@@ -251,9 +257,7 @@ def test_rows_of_a_mixed_batch_equal_rows_alone() -> None:
     ]
     logits = draw_logits(len(states), 10)
     samples = [1, 3, 1, 1, 2]
-    together = Sampler()(
-        logits.clone(), [SampleRequest(s, n) for s, n in zip(states, samples, strict=True)]
-    )
+    together = Sampler()(logits.clone(), [want(s, n) for s, n in zip(states, samples, strict=True)])
     for row, (state, n) in enumerate(zip(states, samples, strict=True)):
         assert together[row] == sample_one(logits[row], state, num_samples=n)
 
@@ -291,8 +295,8 @@ def test_processors_run_first_and_see_prompt_and_output() -> None:
 def test_faults_stay_in_their_row(processor, message: str) -> None:
     logits = draw_logits(2, 3)
     requests = [
-        SampleRequest(make_state(temperature=0.7, seed=1, processors=(processor,))),
-        SampleRequest(make_state(temperature=0.7, seed=2)),
+        want(make_state(temperature=0.7, seed=1, processors=(processor,))),
+        want(make_state(temperature=0.7, seed=2)),
     ]
     bad, good = Sampler()(logits.clone(), requests)
     assert message in bad.error
@@ -312,7 +316,7 @@ def test_ids_outside_the_vocabulary_are_that_requests_error() -> None:
 def test_nan_of_a_plain_row_is_reported() -> None:
     logits = draw_logits(3)
     logits[1] = math.nan
-    results = Sampler()(logits, [SampleRequest(make_state(temperature=0.0)) for _ in range(3)])
+    results = Sampler()(logits, [want(make_state(temperature=0.0)) for _ in range(3)])
     assert [r.error is None for r in results] == [True, False, True]
 
 

@@ -7,15 +7,13 @@ user's processor is returned as that row's error and never raised.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm._custom_ops.sampling import apply_token_bitmask
 from vllm.model_executor.layers.sampling_state import SamplingState
+from vllm.model_executor.layers.transfer import upload
 
 _NEVER = float("-inf")
 
@@ -52,12 +50,17 @@ def apply_bitmasks(logits_SV: Tensor, masks: Sequence[tuple[int, bytes]]) -> Non
     for i, (_, mask) in enumerate(masks):
         packed = np.frombuffer(mask, dtype=np.int32)
         words[i, : len(packed)] = packed
-    rows = torch.tensor([row for row, _ in masks], dtype=torch.int64, device=logits_SV.device)
-    apply_token_bitmask(logits_SV, rows, torch.from_numpy(words).to(logits_SV.device))
+    rows = np.array([row for row, _ in masks], dtype=np.int64)
+    apply_token_bitmask(logits_SV, *upload([rows, words], logits_SV.device))
 
 
-def apply_rules(logits_V: Tensor, state: SamplingState) -> str | None:
+def apply_rules(logits_V: Tensor, state: SamplingState, num_outputs: int) -> str | None:
     """Apply logit_bias, allowed_token_ids, bad words and min_tokens to one row, in place.
+
+    Args:
+        logits_V: float32 [V].
+        state: the row's; ids go to the device once, bans again only when they change.
+        num_outputs: tokens generated before this one.
 
     Returns:
         What is wrong with the request, or None. Ids are checked when a request enters the engine;
@@ -67,26 +70,28 @@ def apply_rules(logits_V: Tensor, state: SamplingState) -> str | None:
     for name, ids in (("logit_bias", state.bias_ids), ("allowed_token_ids", state.allowed_ids)):
         if ids is not None and (outside := ids[(ids < 0) | (ids >= vocab)]).size:
             return f"{name} has token ids {outside.tolist()} outside 0..{vocab - 1}"
+    tensors = state.tensors
     if state.bias_ids is not None and state.bias_values is not None:
-        values = _to_device(state.bias_values, logits_V)
-        logits_V.index_add_(0, _to_device(state.bias_ids, logits_V), values)
+        if "bias" not in tensors:
+            tensors["bias"] = upload([state.bias_ids, state.bias_values], logits_V.device)
+        logits_V.index_add_(0, *tensors["bias"])
     if state.allowed_ids is not None:
-        allowed_ids = _to_device(state.allowed_ids, logits_V)
+        if "allowed" not in tensors:
+            tensors["allowed"] = upload([state.allowed_ids], logits_V.device)
+        [allowed_ids] = tensors["allowed"]
         kept = logits_V[allowed_ids]
         logits_V.fill_(_NEVER)
-        logits_V[allowed_ids] = kept
-    params = state.params
-    banned = _find_bad_words(params.bad_words_token_ids, state.output_ids)
-    if state.num_outputs < params.min_tokens:
-        banned.extend(params.stop_token_ids)
+        logits_V.index_copy_(0, allowed_ids, kept)
+    banned = _find_bad_words(state.params.bad_words_token_ids, state.output_ids)
+    if num_outputs < state.params.min_tokens:
+        banned.extend(state.params.stop_token_ids)
     if banned:
-        inside = [token for token in banned if 0 <= token < vocab]
-        logits_V[torch.tensor(inside, dtype=torch.int64, device=logits_V.device)] = _NEVER
+        if banned != state.banned:
+            inside = [token for token in banned if 0 <= token < vocab]
+            tensors["banned"] = upload([np.array(inside, dtype=np.int64)], logits_V.device)
+            state.banned = banned
+        logits_V.index_fill_(0, *tensors["banned"], _NEVER)
     return None
-
-
-def _to_device(array: NDArray[Any], logits_V: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(logits_V.device)
 
 
 def _find_bad_words(bad_words: Sequence[Sequence[int]], output_ids: Sequence[int]) -> list[int]:

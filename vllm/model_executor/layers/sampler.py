@@ -3,28 +3,31 @@
 Called by the model runner once a step with the logits of all sampled rows. The order is that of
 vLLM 0.6.3: user processors, grammar, bias and bans, penalties, temperature, top-k, top-p, min-p,
 draw. A row's token depends on its own logits, parameters and (seed, branch, output position) alone;
-never on its neighbours.
+never on its neighbours. Nothing here waits for a GPU before `PendingSamples.wait`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.sampling import (
-    apply_penalties,
-    argmax,
-    filter_logits,
-    sample,
-    topk_logprobs,
-)
+from vllm._custom_ops.sampling import apply_penalties, argmax, filter_logits, sample
+from vllm.model_executor.layers.draw_columns import DrawColumnCache, DrawColumns
 from vllm.model_executor.layers.logits_rules import apply_bitmasks, apply_processors, apply_rules
 from vllm.model_executor.layers.sampling_state import SamplingState
+from vllm.model_executor.layers.token_logprobs import (
+    compute_logprobs,
+    launch_logprobs,
+    read_logprobs,
+)
+from vllm.model_executor.layers.transfer import Download, upload
 from vllm.step import TokenLogprobs
+
+__all__ = ["PendingSamples", "SampleRequest", "SampleResult", "Sampler", "compute_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,19 @@ class SampleRequest:
     Attributes:
         num_samples: draws from this row; draw i belongs to branch `state.branch + i`.
         token_mask: packed bitmask of a grammar, or None.
+        num_outputs: tokens generated before this one, those whose ids the host does not know yet
+            included; the offset in the random stream.
     """
 
     state: SamplingState
     num_samples: int = 1
     token_mask: bytes | None = None
+    num_outputs: int = field(kw_only=True)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but one draw concerns this row."""
+        return self.state.is_plain and self.num_samples == 1 and self.token_mask is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +68,103 @@ class SampleResult:
     error: str | None = None
 
 
-class Sampler:
-    """Chooses tokens; holds nothing between steps."""
-
-    def __call__(self, logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Choose the tokens of a step.
-
-        Args:
-            logits_SV: float32 [S, V], one row for each request; changed in place.
-            requests: what is wanted of each row.
-
-        Returns:
-            One result for each request, in order.
-        """
-        if all(r.state.is_plain and r.num_samples == 1 and r.token_mask is None for r in requests):
-            ids, is_good = _draw(logits_SV, [(r.state, 0) for r in requests])
-            return [
-                SampleResult([token]) if good else SampleResult([], error=_NO_TOKEN)
-                for token, good in zip(ids.tolist(), is_good, strict=True)
-            ]
-        errors = _change_logits(logits_SV, requests)
-        return _sample_changed(logits_SV, requests, errors)
-
-
-_NEVER = float("-inf")
 _NO_TOKEN = (
     "no token can follow: the model's logits are not numbers, or the masks of the request "
     "(grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, processors) leave none"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PendingSamples:
+    """The tokens of a step, chosen in stream order.
+
+    Attributes:
+        next_ids: int64 [requests] on the device, the first draw of each request; some id of the
+            vocabulary for a row with an error.
+        requests: what was wanted.
+        columns: the draws' columns.
+        errors: of rows, known before anything ran.
+        download: ids of all draws, -1 for one that cannot follow; then, where any draw has
+            logprobs, their values, ids and ranks.
+    """
+
+    next_ids: Tensor
+    requests: Sequence[SampleRequest]
+    columns: DrawColumns
+    errors: Mapping[int, str]
+    download: Download
+
+    def wait(self) -> list[SampleResult]:
+        """Return one result for each request, in order."""
+        tokens, *tables = self.download.wait()
+        ids = tokens.tolist()
+        if not tables and not self.errors and len(ids) == len(self.requests):
+            return [
+                SampleResult([token]) if token >= 0 else SampleResult([], error=_NO_TOKEN)
+                for token in ids
+            ]
+        entries: dict[int, TokenLogprobs] = {}
+        if tables:
+            found = read_logprobs(*tables, self.columns.num_logprobs)
+            entries = dict(zip(self.columns.wanted, found, strict=True))
+        results = []
+        first = 0
+        for row, request in enumerate(self.requests):
+            span = range(first, first + request.num_samples)
+            first += request.num_samples
+            if row in self.errors or min(ids[i] for i in span) < 0:
+                results.append(SampleResult([], error=self.errors.get(row, _NO_TOKEN)))
+                continue
+            has_logprobs = request.state.params.num_logprobs is not None
+            results.append(
+                SampleResult(
+                    [ids[i] for i in span],
+                    logprobs=[entries[i] for i in span] if has_logprobs else None,
+                )
+            )
+        return results
+
+
+class Sampler:
+    """Chooses tokens; between steps it holds only copies of the last step's parameters."""
+
+    def __init__(self) -> None:
+        self._columns = DrawColumnCache()
+
+    def __call__(self, logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Choose the tokens of a step and wait for them; arguments as in `start`."""
+        return self.start(logits_SV, requests).wait()
+
+    def start(self, logits_SV: Tensor, requests: Sequence[SampleRequest]) -> PendingSamples:
+        """Queue the choice of a step's tokens on the current stream; on a CPU, make it.
+
+        Only users' logits processors can make the host wait.
+
+        Args:
+            logits_SV: float32 [S, V], one row for each request; changed in place.
+            requests: what is wanted of each row.
+        """
+        errors: dict[int, str] = {}
+        if not all(request.is_plain for request in requests):
+            errors = _change_logits(logits_SV, requests)
+        columns = self._columns.get(requests, logits_SV.device)
+        if columns.rows is not None:
+            logits_SV = logits_SV[columns.rows]
+        ids = _draw(logits_SV, columns)
+        chosen = logits_SV.gather(1, ids.unsqueeze(1)).squeeze(1)
+        found = [torch.where(chosen > _NEVER, ids, -1)]  # -1 where the logit is NaN, too
+        if columns.wanted:
+            found.extend(_launch_wanted(logits_SV, columns, ids))
+        return PendingSamples(
+            next_ids=ids if columns.first_draws is None else ids[columns.first_draws],
+            requests=requests,
+            columns=columns,
+            errors=errors,
+            download=Download(found),
+        )
+
+
+_NEVER = float("-inf")
 
 
 def _change_logits(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> dict[int, str]:
@@ -101,7 +181,7 @@ def _change_logits(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> dict
     )
     for row, request in enumerate(requests):
         if request.state.has_rules and row not in errors:
-            error = apply_rules(logits_SV[row], request.state)
+            error = apply_rules(logits_SV[row], request.state, request.num_outputs)
             if error is not None:
                 errors[row] = error
     _penalise(logits_SV, [r.state for r in requests])
@@ -120,131 +200,42 @@ def _penalise(logits_SV: Tensor, states: Sequence[SamplingState]) -> None:
         sizes[row + 1] = len(seen.ids)
         ids.append(seen.ids)
         counts.append(seen.counts)
-    device = logits_SV.device
 
-    def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def floats(values: list[float]) -> np.ndarray:
+        return np.array(values, dtype=np.float32)
 
-    apply_penalties(
-        logits_SV,
-        torch.from_numpy(np.cumsum(sizes)).to(device),
-        torch.from_numpy(np.concatenate(ids)).to(device),
-        torch.from_numpy(np.concatenate(counts)).to(device),
+    columns = (
+        np.cumsum(sizes),
+        np.concatenate(ids),
+        np.concatenate(counts),
         floats([s.params.repetition_penalty for s in states]),
         floats([s.params.frequency_penalty for s in states]),
         floats([s.params.presence_penalty for s in states]),
     )
+    apply_penalties(logits_SV, *upload(columns, logits_SV.device))
 
 
-def _sample_changed(
-    logits_SV: Tensor, requests: Sequence[SampleRequest], errors: dict[int, str]
-) -> list[SampleResult]:
-    """Draw every sample of every row, and collect logprobs where they are asked for."""
-    draws = [(r.state, i) for r in requests for i in range(r.num_samples)]
-    if len(draws) != len(requests):
-        repeats = [row for row, r in enumerate(requests) for _ in range(r.num_samples)]
-        logits_SV = logits_SV[torch.tensor(repeats, device=logits_SV.device)]
-    ids, is_good = _draw(logits_SV, draws)
-    logprobs = _collect_logprobs(logits_SV, draws, ids)
-    tokens = ids.tolist()
-    results = []
-    first = 0
-    for row, request in enumerate(requests):
-        span = range(first, first + request.num_samples)
-        first += request.num_samples
-        if row in errors or not all(is_good[i] for i in span):
-            results.append(SampleResult([], error=errors.get(row, _NO_TOKEN)))
-            continue
-        has_logprobs = request.state.params.num_logprobs is not None
-        results.append(
-            SampleResult(
-                [tokens[i] for i in span],
-                logprobs=[logprobs[i] for i in span] if has_logprobs else None,
-            )
-        )
-    return results
-
-
-Draw = tuple[SamplingState, int]  # a row's state, and the index of the draw among its samples
-
-
-def _draw(logits_SV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, list[bool]]:
-    """Draw one token a row.
-
-    Returns:
-        ids: int64 [S].
-        is_good: for each row, whether its token can follow (its logit is a number above -inf).
-    """
-    ids = torch.empty(len(draws), dtype=torch.int64, device=logits_SV.device)
-    if all(state.params.is_greedy for state, _ in draws):
+def _draw(logits_SV: Tensor, columns: DrawColumns) -> Tensor:
+    """Draw one token a row; int64 [S]."""
+    ids = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
+    if columns.parameters is None:
         argmax(ids, logits_SV)
     else:
-        seeds = [state.get_stream_seed(i) for state, i in draws]
-        offsets = [state.num_outputs for state, _ in draws]
-        sample(
-            ids,
-            logits_SV,
-            *_filters(draws, logits_SV.device),
-            torch.tensor(seeds, dtype=torch.int64, device=logits_SV.device),
-            torch.tensor(offsets, dtype=torch.int64, device=logits_SV.device),
-        )
-    chosen = logits_SV.gather(1, ids.unsqueeze(1)).flatten().tolist()
-    return ids, [logit > _NEVER for logit in chosen]  # false for NaN too
+        parameters = columns.parameters
+        sample(ids, logits_SV, *parameters.filters, parameters.seeds, parameters.offsets)
+    return ids
 
 
-def _filters(draws: Sequence[Draw], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return temperature, top_p, top_k and min_p of each draw."""
-    params = [state.params for state, _ in draws]
-
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return (
-        column([p.temperature for p in params]),
-        column([p.top_p for p in params]),
-        column([p.top_k for p in params], torch.int32),
-        column([p.min_p for p in params]),
-    )
-
-
-def _collect_logprobs(
-    logits_SV: Tensor, draws: Sequence[Draw], ids: Tensor
-) -> dict[int, TokenLogprobs]:
-    """Return the logprobs of the draws that want them, by index of the draw."""
-    wanted = [i for i, (s, _) in enumerate(draws) if s.params.num_logprobs is not None]
-    if not wanted:
-        return {}
-    rows = torch.tensor(wanted, device=logits_SV.device)
-    kept = [draws[i] for i in wanted]
-    logits = logits_SV[rows]
-    if not all(state.params.is_greedy for state, _ in kept):
-        filter_logits(logits, *_filters(kept, logits.device))
-    limits = [state.params.num_logprobs or 0 for state, _ in kept]
-    return dict(zip(wanted, compute_logprobs(logits, ids[rows], limits), strict=True))
-
-
-def compute_logprobs(
-    logits_SV: Tensor, chosen_ids: Tensor, num_logprobs: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Return log-softmax values of the chosen token and the most likely ones of each row.
-
-    Args:
-        logits_SV: float32 [S, V]; not changed.
-        chosen_ids: int64 [S].
-        num_logprobs: how many of the most likely tokens each row wants, 0 or more.
-    """
-    size, vocab = logits_SV.shape
-    if size == 0:
-        return []
-    width = 1 + min(max(num_logprobs), vocab)
-    device = logits_SV.device
-    values = torch.empty((size, width), dtype=torch.float32, device=device)
-    ids = torch.empty((size, width), dtype=torch.int64, device=device)
-    ranks = torch.empty(size, dtype=torch.int64, device=device)
-    topk_logprobs(values, ids, ranks, logits_SV, chosen_ids)
-    return [
-        TokenLogprobs(token_ids=row_ids[: 1 + k], logprobs=row_values[: 1 + k], rank=rank)
-        for row_ids, row_values, rank, k in zip(
-            ids.tolist(), values.tolist(), ranks.tolist(), num_logprobs, strict=True
-        )
-    ]
+def _launch_wanted(
+    logits_SV: Tensor, columns: DrawColumns, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the logprobs of the draws that want them."""
+    rows, parameters = columns.wanted_rows, columns.parameters
+    filters = None if parameters is None else parameters.filters
+    if rows is not None:
+        logits_SV, ids = logits_SV[rows], ids[rows]
+        if filters is not None:
+            filters = tuple(column[rows] for column in filters)
+    if filters is not None:
+        filter_logits(logits_SV, *filters)
+    return launch_logprobs(logits_SV, ids, columns.num_logprobs)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vllm.step import NewRow, RowSampling
 
@@ -76,12 +77,15 @@ class SamplingState:
     """One sequence as the sampler sees it.
 
     Attributes:
-        num_outputs: tokens generated so far; the offset in the random stream.
+        num_outputs: tokens that `append` was told of or that were there before; a draw's place in
+            the random stream is said by its request, which also counts tokens on their way.
         stream_seed: key of the random stream of this branch.
         prompt_ids, output_ids: kept only where a rule reads them (processors, bad words), else
             empty.
         bias_ids, bias_values: logit_bias as arrays, or None.
         allowed_ids: allowed_token_ids as an array, or None.
+        tensors: what the rules of this row have on the device, by the name of the rule.
+        banned: the tokens behind tensors["banned"].
         seen: token counts where a penalty needs them, else None.
         has_rules: whether logits are changed before the penalties.
         is_plain: whether nothing but the draw concerns this row.
@@ -101,6 +105,8 @@ class SamplingState:
         self.bias_ids = np.array(list(bias), dtype=np.int64) if bias else None
         self.bias_values = np.array(list(bias.values()), dtype=np.float32) if bias else None
         self.allowed_ids = None if allowed is None else np.array(allowed, dtype=np.int64)
+        self.tensors: dict[str, list[Tensor]] = {}
+        self.banned: list[int] = []
         self.has_penalties = (
             params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
