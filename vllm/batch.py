@@ -45,6 +45,8 @@ class ForwardBatch:
         groups: one entry for each KV cache group.
         max_query_len, max_seq_len: maxima over rows, on the host.
         num_decode_rows: leading rows with exactly one new token.
+        new_lens_cpu, computed_lens_cpu: new and computed tokens of each row; both empty where
+            whoever built the batch does not say, as for decode steps.
     """
 
     input_ids: Tensor
@@ -56,6 +58,8 @@ class ForwardBatch:
     max_query_len: int
     max_seq_len: int
     num_decode_rows: int
+    new_lens_cpu: tuple[int, ...] = ()
+    computed_lens_cpu: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
@@ -59,7 +61,12 @@ def paged_attention(
 
 
 def attend(
-    args: AttentionArgs, *, num_decode_rows: int, max_query_len: int, max_seq_len: int
+    args: AttentionArgs,
+    *,
+    num_decode_rows: int,
+    max_query_len: int,
+    max_seq_len: int,
+    are_prompts_whole: bool = False,
 ) -> None:
     """Attend for all rows of a batch.
 
@@ -68,12 +75,15 @@ def attend(
         num_decode_rows: leading rows with one new token, or none where rows are padding.
         max_query_len: no row has more new tokens.
         max_seq_len: no row is longer.
+        are_prompts_whole: the other rows have nothing in the cache that their new rows lack.
     """
     args.check()
     num_rows = args.seq_lens.shape[0]
     if num_decode_rows > 0:
         decode_attention(args, num_decode_rows, max_seq_len)
     if num_decode_rows < num_rows:
+        if are_prompts_whole and args.fresh_key is not None:
+            args = replace(args, key_cache=None, value_cache=None, block_offsets=None)
         num_prompts = num_rows - num_decode_rows
         prefill_attention(args, num_decode_rows, num_prompts, max_query_len, min_query_len=1)
 

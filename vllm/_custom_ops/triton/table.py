@@ -14,6 +14,7 @@ import torch
 
 MODULES = (
     "batch",
+    "attention",
     "linear",
     "moe",
     "causal_conv",

@@ -61,7 +61,7 @@ KERNELS: dict[str, KernelRow] = {
         ),
         KernelRow(
             name="triton",
-            module=None,
+            module="vllm.attention.backends.triton:TritonBackend",
             devices=("cuda",),
             package=("triton", "triton"),
             rank=(("cuda", 2),),

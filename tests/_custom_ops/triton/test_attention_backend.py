@@ -1,0 +1,123 @@
+"""The backend `triton`, interpreted, against the backend `torch` on the same batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.utils.paged import cumulative, make_paged_cache
+from vllm._custom_ops.naive import cache as naive_cache
+from vllm.attention.backends import triton as triton_backend
+from vllm.attention.backends.abstract import AttentionBackend, AttentionParams
+from vllm.attention.backends.table import load_backend
+from vllm.batch import ForwardBatch, GroupBatch, LayerCache
+
+HEADS, KV_HEADS, SIZE = 4, 2, 32
+
+
+@pytest.fixture(autouse=True)
+def reference_cache_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write rows by the naive twin: no compiled op is under test."""
+    monkeypatch.setattr(triton_backend, "reshape_and_cache", naive_cache.reshape_and_cache)
+
+
+def make_case(
+    rows: list[tuple[int, int]], *, num_decode_rows: int, says_lens: bool
+) -> tuple[LayerCache, ForwardBatch, tuple[Tensor, Tensor, Tensor]]:
+    """Return a cache, a batch of (computed, new) rows, and their query, K and V."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    lens = [c + n for c, n in rows]
+    cache = make_paged_cache(lens, KV_HEADS, SIZE, 16, torch.float32)
+    for i, (computed, _) in enumerate(rows):
+        cache.write(i, 0, draw(computed, KV_HEADS, SIZE), draw(computed, KV_HEADS, SIZE))
+    slots = torch.cat([cache.slots(i, c, c + n) for i, (c, n) in enumerate(rows)])
+    new = [n for _, n in rows]
+    batch = ForwardBatch(
+        input_ids=torch.zeros(sum(new), dtype=torch.int64),
+        positions=torch.cat([torch.arange(c, c + n) for c, n in rows]),
+        cu_query_lens=cumulative(new),
+        seq_lens=torch.tensor(lens).int(),
+        logits_rows=torch.zeros(0, dtype=torch.int64),
+        groups=(GroupBatch(block_offsets=cache.block_offsets, slots=slots, block_tokens=16),),
+        max_query_len=max(new),
+        max_seq_len=max(lens),
+        num_decode_rows=num_decode_rows,
+        new_lens_cpu=tuple(new) if says_lens else (),
+        computed_lens_cpu=tuple(c for c, _ in rows) if says_lens else (),
+    )
+    fresh = draw(sum(new), HEADS, SIZE), *(draw(sum(new), KV_HEADS, SIZE) for _ in range(2))
+    return LayerCache(group=0, tensors=(cache.key, cache.value)), batch, fresh
+
+
+def run(
+    backend: AttentionBackend,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    fresh: tuple[Tensor, Tensor | None, Tensor | None],
+    params: AttentionParams,
+) -> Tensor:
+    """Return what a backend writes into poison."""
+    out = torch.full_like(fresh[0], math.nan)
+    backend.forward(out, *fresh, cache, batch, backend.plan(batch, 0), params)
+    return out
+
+
+CASES: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "decode": ([(40, 1), (0, 1), (17, 1)], 3),
+    "whole prompts": ([(0, 20), (0, 33)], 0),
+    "mixed": ([(40, 1), (5, 1), (0, 20), (30, 9)], 2),
+    "decode beside whole prompts": ([(40, 1), (0, 20), (0, 20)], 1),
+}
+
+
+@pytest.mark.parametrize("says_lens", [False, True])
+@pytest.mark.parametrize("window", [0, 12])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_the_oracle(
+    case: tuple[list[tuple[int, int]], int], window: int, says_lens: bool
+) -> None:
+    cache, batch, fresh = make_case(case[0], num_decode_rows=case[1], says_lens=says_lens)
+    params = AttentionParams(scale=SIZE**-0.5, window=window)
+    expected = run(load_backend("torch"), cache, batch, fresh, params)
+    found = run(load_backend("triton"), cache, batch, fresh, params)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_reads_anothers_cache() -> None:
+    cache, batch, fresh = make_case([(40, 1), (9, 20)], num_decode_rows=1, says_lens=True)
+    params = AttentionParams(scale=SIZE**-0.5)
+    owner = run(load_backend("triton"), cache, batch, fresh, params)
+    reader = replace(params, writes_cache=False)
+    found = run(load_backend("triton"), cache, batch, (fresh[0], None, None), reader)
+    torch.testing.assert_close(found, owner, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_equal_whole_prompts_go_to_torch(monkeypatch: pytest.MonkeyPatch, has_cap: bool) -> None:
+    cache, batch, fresh = make_case([(40, 1), (0, 20), (0, 20)], num_decode_rows=1, says_lens=True)
+    params = AttentionParams(scale=SIZE**-0.5)
+    expected = run(load_backend("triton"), cache, batch, fresh, params)
+    monkeypatch.setattr(triton_backend, "_is_torch_faster", lambda query, length: length == 20)
+    seen: list[int] = []
+    attend: Callable[..., None] = triton_backend.attend_equal_prompts
+
+    def count_and_attend(*arguments: object) -> None:
+        seen.append(1)
+        attend(*arguments)
+
+    monkeypatch.setattr(triton_backend, "attend_equal_prompts", count_and_attend)
+    plain = replace(params, soft_cap=100.0) if has_cap else params
+    found = run(load_backend("triton"), cache, batch, fresh, plain)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert len(seen) == (0 if has_cap else 1)

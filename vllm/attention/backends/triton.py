@@ -1,0 +1,253 @@
+"""The kernel `triton`: our paged attention on a GPU, split decode and tiled prefill.
+
+Whole prompts of equal length, which is what a benchmark and a batch of long prompts send, go to
+torch's own attention (cuDNN), which is faster than anything that pages. All decisions are made on
+the host from host numbers; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vllm._custom_ops.cache import reshape_and_cache
+from vllm.attention.backends.abstract import (
+    GATHERED_FIELDS,
+    AttentionBackend,
+    AttentionParams,
+    KernelQuery,
+    Rule,
+    find_refusal,
+    judge_heads,
+    serve_any,
+)
+from vllm.batch import ForwardBatch, LayerCache
+from vllm.types import DType
+
+OLDEST_CAPABILITY = (8, 0)
+
+_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+_TORCH_DTYPES = (torch.float16, torch.bfloat16)
+_TORCH_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+_TORCH_MAX_HEAD_SIZE = 128
+_TORCH_MIN_TOKENS = 1024  # below, launches cost more than what is saved
+_TORCH_TOKEN_STEP = 128
+"""cuDNN builds a plan for each length, which takes longer than a prompt: few lengths are let in."""
+
+
+def judge_device(query: KernelQuery) -> bool | str:
+    """Rule of `device`: a GPU that this torch can use."""
+    if query.device != "cuda":
+        return False
+    return torch.cuda.is_available() or "this torch sees no CUDA device"
+
+
+def judge_capability(query: KernelQuery) -> bool | str:
+    """Rule of `capability`: Ampere or later."""
+    if query.capability is not None and query.capability >= OLDEST_CAPABILITY:
+        return True
+    return f"capability {query.capability} is below {OLDEST_CAPABILITY}"
+
+
+_RULES: dict[str, Rule] = {
+    "num_heads": judge_heads,
+    "head_size": lambda q: (
+        (8 <= q.head_size <= 640 and q.head_size % 8 == 0)
+        or f"head_size={q.head_size} is outside 8...640 in steps of 8"
+    ),
+    "dtype": lambda q: q.dtype in _DTYPES,
+    "kv_dtype": lambda q: (
+        q.kv_dtype == q.dtype or f"kv_dtype={q.kv_dtype.value} differs from dtype={q.dtype.value}"
+    ),
+    "device": judge_device,
+    "capability": judge_capability,
+    **serve_any(*GATHERED_FIELDS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonPlan:
+    """What the layers of a step share.
+
+    Attributes:
+        are_prompts_whole: whether the rows beyond the decode rows have no computed tokens.
+        prompt_len: the length of each of them if they are whole and equal, else 0.
+    """
+
+    are_prompts_whole: bool
+    prompt_len: int
+
+
+class TritonBackend(AttentionBackend):
+    """Attention by our Triton kernels."""
+
+    name: ClassVar[str] = "triton"
+
+    def supports(self, query: KernelQuery) -> str | None:
+        """Serves every mask, head sizes 8 to 640 in steps of 8, on Ampere and later."""
+        return find_refusal(query, _RULES)
+
+    def plan(self, batch: ForwardBatch, group: int) -> TritonPlan:
+        """See `AttentionBackend.plan`."""
+        first = batch.num_decode_rows
+        new_lens, computed = batch.new_lens_cpu[first:], batch.computed_lens_cpu[first:]
+        is_whole = bool(new_lens) and not any(computed)
+        is_equal = is_whole and min(new_lens) == max(new_lens)
+        return TritonPlan(are_prompts_whole=is_whole, prompt_len=new_lens[0] if is_equal else 0)
+
+    def forward(
+        self,
+        out_THD: Tensor,
+        query_THD: Tensor,
+        key_THD: Tensor | None,
+        value_THD: Tensor | None,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        plan: Any,
+        params: AttentionParams,
+        *,
+        rows_are_cached: bool = False,
+    ) -> None:
+        """See `AttentionBackend.forward`."""
+        store_new_rows(key_THD, value_THD, cache, batch, params, rows_are_cached)
+        if (
+            key_THD is not None
+            and value_THD is not None
+            and is_plain(params)
+            and _is_torch_faster(query_THD, plan.prompt_len)
+        ):
+            attend_decode_rows(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
+            prompts = slice(batch.num_decode_rows, None)
+            attend_equal_prompts(
+                out_THD[prompts],
+                query_THD[prompts],
+                key_THD[prompts],
+                value_THD[prompts],
+                plan.prompt_len,
+                params.scale,
+            )
+            return
+        # Triton may be absent where this file is imported to be asked what it serves.
+        from vllm._custom_ops.triton.attention import attend  # noqa: PLC0415
+
+        attend(
+            _make_args(out_THD, query_THD, key_THD, value_THD, cache, batch, params),
+            num_decode_rows=batch.num_decode_rows,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            are_prompts_whole=plan.are_prompts_whole,
+        )
+
+
+def store_new_rows(
+    key_THD: Tensor | None,
+    value_THD: Tensor | None,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    params: AttentionParams,
+    rows_are_cached: bool,
+) -> None:
+    """Write this step's K/V rows into the cache, if the layer stores them and nobody has."""
+    if rows_are_cached or not params.writes_cache or key_THD is None or value_THD is None:
+        return
+    slots = batch.groups[cache.group].slots
+    reshape_and_cache(key_THD, value_THD, cache.tensors[0], cache.tensors[-1], slots)
+
+
+def attend_decode_rows(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor | None,
+    value_THD: Tensor | None,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    params: AttentionParams,
+) -> None:
+    """Attend for the leading rows with one new token; the others are not touched."""
+    if batch.num_decode_rows == 0:
+        return
+    from vllm._custom_ops.triton.attention_decode import decode_attention  # noqa: PLC0415
+
+    args = _make_args(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
+    args.check()
+    decode_attention(args, batch.num_decode_rows, batch.max_seq_len)
+
+
+def is_plain(params: AttentionParams) -> bool:
+    """Whether a layer's attention is causal and nothing else."""
+    return (
+        params.window == params.chunk_tokens == 0 and not params.soft_cap and params.sinks is None
+    )
+
+
+def attend_equal_prompts(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    prompt_len: int,
+    scale: float,
+) -> None:
+    """Attend within whole prompts of one length by the fastest kernel that torch has.
+
+    Args:
+        out_THD: [T, H, D], T a multiple of `prompt_len`; overwritten.
+        query_THD: like `out_THD`.
+        key_THD: [T, Hkv, D].
+        value_THD: same.
+        prompt_len: tokens of each prompt.
+        scale: factor of the logits.
+    """
+    query, key, value, out = (
+        x.unflatten(0, (-1, prompt_len)).transpose(1, 2)
+        for x in (query_THD, key_THD, value_THD, out_THD)
+    )
+    with sdpa_kernel(_TORCH_KERNELS, set_priority=True):
+        out.copy_(
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
+        )
+
+
+def _is_torch_faster(query_THD: Tensor, prompt_len: int) -> bool:
+    return (
+        query_THD.dtype in _TORCH_DTYPES
+        and query_THD.shape[2] <= _TORCH_MAX_HEAD_SIZE
+        and prompt_len >= _TORCH_MIN_TOKENS
+        and prompt_len % _TORCH_TOKEN_STEP == 0
+    )
+
+
+def _make_args(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor | None,
+    value_THD: Tensor | None,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    params: AttentionParams,
+) -> Any:
+    from vllm._custom_ops.triton.attention_args import AttentionArgs  # noqa: PLC0415
+
+    return AttentionArgs(
+        out=out_THD,
+        query=query_THD,
+        key_cache=cache.tensors[0],
+        value_cache=cache.tensors[-1],
+        block_offsets=batch.groups[cache.group].block_offsets,
+        cu_query_lens=batch.cu_query_lens,
+        seq_lens=batch.seq_lens,
+        scale=params.scale,
+        window=params.window,
+        soft_cap=params.soft_cap,
+        sinks=params.sinks,
+        sink_tokens=params.sink_tokens,
+        chunk_tokens=params.chunk_tokens,
+        fresh_key=key_THD,
+        fresh_value=value_THD,
+    )
