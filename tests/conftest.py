@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: threads that spin between parallel regions make the tests, which share
@@ -13,6 +14,14 @@ import pytest
 
 from tests.utils.real_models import require_gemma3, require_smollm2
 from tests.utils.tiny_models import TinyModels
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No kernel table that was saved on this machine chooses the kernels of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache_root")))
+        yield
 
 
 @pytest.fixture(scope="session")

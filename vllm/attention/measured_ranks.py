@@ -169,7 +169,7 @@ def identify_machine(device: str) -> MachineId:
     """Return what a table of this process on such a device holds for."""
     return MachineId(
         version=__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         device_name=get_platform(device).get_device_name(),
     )
 

@@ -12,6 +12,7 @@ KINDS = {
     "latency": "time of one batch, offline",
     "throughput": "requests and tokens per second of many requests, offline",
     "serve": "latencies and throughput of a running server under a given load",
+    "kernels": "attention kernels of this machine, and which one auto takes",
     "hybrid": "vanilla against hybrid: memory, capacity, throughput, latencies, offline",
 }
 
