@@ -1,0 +1,201 @@
+"""State ops in the shapes of Qwen3-Next and Nemotron-H on a GPU, against float32 twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests._custom_ops.gpu.graphs import capture
+from tests._custom_ops.gpu.tensors import NEEDS_GPU, draw, poisoned_like
+from tests.utils.states import StateRows, assert_close, make_state_rows
+from vllm._custom_ops.naive import state_space as naive
+
+pytestmark = NEEDS_GPU
+
+DTYPE = torch.bfloat16
+TOLERANCE = 2e-2
+ROWS = {
+    "one": ([1], [5]),
+    "decode": ([1] * 64, [0, 3] * 32),
+    "mixed": ([1, 1, 700, 0, 64, 63, 65], [3, 9, 0, 5, 0, 16, 1]),
+    "long": ([2000], [0]),
+}
+KEY_HEADS, HEADS, KEY, VALUE = 16, 32, 128, 128
+MAMBA_HEADS, SIZE, GROUPS, STATE = 128, 64, 8, 128
+DELTA_SHAPE = (HEADS, KEY, VALUE)
+MAMBA_SHAPE = (MAMBA_HEADS, SIZE, STATE)
+
+Run = Callable[[object, StateRows, Tensor, tuple[Tensor, ...]], None]
+
+
+def compare(
+    ops: object, run: Run, shape: tuple[int, ...], name: str, inputs: tuple[Tensor, ...], like: int
+) -> None:
+    """Run an op over bfloat16 and its twin over the same numbers in float32.
+
+    Args:
+        like: which of the inputs the output looks like.
+    """
+    found = []
+    for module, given in ((ops, inputs), (naive, tuple(x.float() for x in inputs))):
+        rows = make_state_rows(shape, torch.float32, *ROWS[name], "cuda")
+        out = poisoned_like(given[like])
+        run(module, rows, out, given)
+        found.append((out, rows.memory))
+    assert_close(found[0][0], found[1][0], TOLERANCE)
+    assert_close(found[0][1], found[1][1], TOLERANCE)
+
+
+def make_delta_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+    """Return q, k, v, the raw gates a and b, and the output gate."""
+    wide = draw(num_tokens, 2 * KEY_HEADS * KEY + HEADS * VALUE, dtype=DTYPE, seed=1)
+    q, k, v = wide.split((KEY_HEADS * KEY, KEY_HEADS * KEY, HEADS * VALUE), -1)
+    gates = draw(num_tokens, HEADS * (VALUE + 2), dtype=DTYPE, seed=2)
+    gate, a, b = gates.split((HEADS * VALUE, HEADS, HEADS), -1)
+    q, k, v, gate = (t.unflatten(-1, (-1, KEY)) for t in (q, k, v, gate))
+    return q, k, v, a, b, gate
+
+
+def make_head_numbers(num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A_log, dt_bias and D."""
+    a_log, dt_bias, skip = (draw(num_heads, dtype=torch.float32, seed=s) for s in (3, 4, 5))
+    return a_log, dt_bias, skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_delta_rule(name: str) -> None:
+    from vllm._custom_ops.triton import delta_rule as ops
+
+    a_log, dt_bias, _ = make_head_numbers(HEADS)
+
+    def run(module: object, rows: StateRows, out: Tensor, given: tuple[Tensor, ...]) -> None:
+        q, k, v, a, b, _ = given
+        g, beta = (torch.empty(a.shape, device="cuda") for _ in range(2))
+        module.delta_rule_gates(g, beta, a, b, a_log, dt_bias)  # type: ignore[attr-defined]
+        module.gated_delta_rule(  # type: ignore[attr-defined]
+            out, q, k, v, g, beta, rows.view, *rows.before, KEY**-0.5, True
+        )
+
+    compare(ops, run, DELTA_SHAPE, name, make_delta_inputs(sum(ROWS[name][0])), like=2)
+
+
+@pytest.mark.parametrize("name", ["one", "decode"])
+def test_delta_step(name: str) -> None:
+    from vllm._custom_ops.triton import delta_rule as ops
+
+    a_log, dt_bias, _ = make_head_numbers(HEADS)
+    weight = draw(VALUE, dtype=DTYPE, seed=6)
+
+    def run(module: object, rows: StateRows, out: Tensor, given: tuple[Tensor, ...]) -> None:
+        module.gated_delta_step(  # type: ignore[attr-defined]
+            out, *given, a_log, dt_bias, weight.to(out.dtype), rows.view, *rows.after,
+            KEY**-0.5, 1e-6,
+        )  # fmt: skip
+
+    compare(ops, run, DELTA_SHAPE, name, make_delta_inputs(sum(ROWS[name][0])), like=2)
+
+
+def make_mamba_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+    """Return x, dt, B, C."""
+    inner, shared = MAMBA_HEADS * SIZE, GROUPS * STATE
+    wide = draw(num_tokens, inner + 2 * shared + MAMBA_HEADS, dtype=DTYPE, seed=1)
+    x, b, c, dt = wide.split((inner, shared, shared, MAMBA_HEADS), -1)
+    b, c = (t.unflatten(-1, (-1, STATE)) for t in (b, c))
+    return x.unflatten(-1, (-1, SIZE)), dt, b, c
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_mamba_scan(name: str) -> None:
+    from vllm._custom_ops.triton import mamba2 as ops
+
+    a_log, dt_bias, skip = make_head_numbers(MAMBA_HEADS)
+
+    def run(module: object, rows: StateRows, out: Tensor, given: tuple[Tensor, ...]) -> None:
+        x, dt, b, c = given
+        module.mamba2_scan(  # type: ignore[attr-defined]
+            out, x, dt, -a_log.exp(), b, c, skip, dt_bias, rows.view, *rows.before,
+            0.0, float("inf"),
+        )  # fmt: skip
+
+    compare(ops, run, MAMBA_SHAPE, name, make_mamba_inputs(sum(ROWS[name][0])), like=0)
+
+
+@pytest.mark.parametrize("name", ["one", "decode"])
+def test_mamba_step(name: str) -> None:
+    from vllm._custom_ops.triton import mamba2 as ops
+
+    a_log, dt_bias, skip = make_head_numbers(MAMBA_HEADS)
+
+    def run(module: object, rows: StateRows, out: Tensor, given: tuple[Tensor, ...]) -> None:
+        x, dt, b, c = given
+        module.mamba2_step(  # type: ignore[attr-defined]
+            out, x, dt, a_log, b, c, skip, dt_bias, rows.view, *rows.after, 0.0, float("inf")
+        )
+
+    compare(ops, run, MAMBA_SHAPE, name, make_mamba_inputs(sum(ROWS[name][0])), like=0)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_convolution(name: str) -> None:
+    """States hold inputs, so that they must be equal to the bit."""
+    from vllm._custom_ops.triton import causal_conv as ops
+
+    channels, taps = 8192, 4
+    x = draw(sum(ROWS[name][0]), channels + 64, dtype=DTYPE, seed=1)[:, :channels]
+    weight = draw(taps, channels, dtype=DTYPE, seed=2).T
+    found = []
+    for module in (ops, naive):
+        rows = make_state_rows((taps - 1, channels), DTYPE, *ROWS[name], "cuda")
+        out = poisoned_like(x)
+        state = rows.view.transpose(1, 2)
+        module.causal_conv1d(out, x, weight, None, state, *rows.before, True)
+        found.append((out, rows.memory))
+    assert_close(found[0][0], found[1][0], TOLERANCE)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("channels", "gate_first"), [(128, False), (1024, True), (8192, True)])
+def test_gated_norm(channels: int, gate_first: bool) -> None:
+    from vllm._custom_ops.triton import gated_norm as ops
+
+    x, gate = (draw(70, 8192, dtype=DTYPE, seed=s) for s in (1, 2))
+    weight = draw(8192 if gate_first else channels, dtype=DTYPE, seed=3)
+    actual, expected = poisoned_like(x), poisoned_like(x)
+    ops.gated_rms_norm(actual, x, gate, weight, 1e-6, channels, gate_first)
+    naive.gated_rms_norm(expected, x, gate, weight, 1e-6, channels, gate_first)
+    assert_close(actual, expected, TOLERANCE)
+
+
+def test_replays_follow_the_rows() -> None:
+    """One graph of four rows; between replays rows move, grow and become padding."""
+    from vllm._custom_ops.triton import delta_rule as ops
+
+    a_log, dt_bias, _ = make_head_numbers(HEADS)
+    weight = draw(VALUE, dtype=DTYPE, seed=6)
+    given = make_delta_inputs(4)
+    out = poisoned_like(given[2])
+    rows = make_state_rows(DELTA_SHAPE, torch.float32, [1] * 4, [0, 3, 5, -1], "cuda")
+
+    def run(module: object, out: Tensor, view: Tensor) -> None:
+        module.gated_delta_step(  # type: ignore[attr-defined]
+            out, *given, a_log, dt_bias, weight, view, *rows.after, KEY**-0.5, 1e-6
+        )
+
+    start = rows.memory.clone()
+    graph = capture(lambda: run(ops, out, rows.view))
+    for seq_lens, order in (([1, 4, 6, 0], [0, 1, 2, 3]), ([5, 0, 1, 2], [2, 1, 0, 3])):
+        rows.memory.copy_(start.nan_to_num(0.5))
+        rows.seq_lens.copy_(torch.tensor(seq_lens))
+        rows.offsets.copy_(rows.offsets[torch.tensor(order).cuda()])
+        expected_memory = rows.memory.clone()
+        graph.replay()
+        expected = poisoned_like(out)
+        view = expected_memory.as_strided(
+            rows.view.shape, rows.view.stride(), rows.view.storage_offset()
+        )
+        run(naive, expected, view)
+        assert_close(out, expected, TOLERANCE)
+        assert_close(rows.memory, expected_memory, 1e-4)
