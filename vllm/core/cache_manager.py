@@ -182,7 +182,8 @@ class CacheManager:
         ]
         cache.num_published_tokens = num_computed
         cache.generation = self._generation if may_publish else NO_GENERATION
-        self._grow(cache, num_computed, admission.num_new, admission.wish)
+        wish = admission.wish if may_publish else None
+        self._grow(cache, num_computed, admission.num_new, wish)
         self._checkpoints.note_entry(cache, admission.shared)
 
     def extend(
