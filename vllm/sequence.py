@@ -49,8 +49,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority: smaller is served earlier (policy "priority" only).
         arrival_time: seconds since the epoch.
         cache_salt: requests share cached prefixes only with requests of the same salt.
-        needs_host_token: each token must be seen by the engine before the next step is planned
-            (grammar, user logits processors, bad words).
+        needs_host_token: each token must be known to engine and workers before the next step is
+            planned (grammar, user logits processors, rules that read the output).
         logits_processors: user callables, in-process engine only.
     """
 

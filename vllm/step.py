@@ -41,6 +41,16 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Whether the most likely token is taken."""
         return self.temperature < 1e-5
 
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether a rule counts or compares the tokens generated so far, the newest included."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or any(len(word) > 1 for word in self.bad_words_token_ids)
+        )
+
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence that enters the workers' batch: new, resumed after preemption, or a branch.

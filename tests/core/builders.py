@@ -159,8 +159,13 @@ class Harness:
 
 
 def scheduler_config(**changes: object) -> SchedulerConfig:
-    """A small configuration."""
-    values: dict = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 128}
+    """A small configuration; harnesses choose whether they overlap."""
+    values: dict = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        "max_model_len": 128,
+        "max_steps_in_flight": 2,
+    }
     values.update(changes)
     return SchedulerConfig(**values)
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from tests.core.builders import expected_tokens, full_harness, make_request
+from tests.core.late_outputs import LateSchedule
+from tests.core.test_random_schedules import draw_harness
 from tests.utils.fake_executor import EOS, generate
 from vllm.types import FinishReason
+
+NUM_RANDOM_STEPS = 500
 
 
 def rows_of(plan) -> list[int]:
@@ -56,16 +64,38 @@ def test_an_over_run_is_dropped_and_its_blocks_come_back_with_it():
     harness.assert_drained()
 
 
-def test_rows_whose_token_the_host_must_see_wait():
+def test_no_step_is_planned_while_the_host_must_see_a_token():
     harness = full_harness()
-    harness.scheduler.add(make_request("free", [1, 2, 3], max_tokens=6))
-    harness.scheduler.add(make_request("bound", [4, 5, 6], max_tokens=6, needs_host_token=True))
+    harness.scheduler.add(make_request("free", [1, 2, 3], max_tokens=9))
+    harness.scheduler.add(make_request("bound", [4, 5, 6], max_tokens=3, needs_host_token=True))
+    for _ in range(2):
+        assert rows_of(harness.submit()) == [0, 1]
+        assert harness.submit().is_empty
+        harness.collect()
     assert rows_of(harness.submit()) == [0, 1]
-    assert rows_of(harness.submit()) == [0]
-    harness.collect()
-    assert rows_of(harness.submit()) == [0, 1]
+    assert rows_of(harness.submit()) == [0], "the last token of the bound one is known to be that"
     harness.run(overlap=True)
-    assert len(harness.tokens["bound", 0]) == 6
+    assert len(harness.tokens["bound", 0]) == 3
+    assert len(harness.tokens["free", 0]) == 9
+
+
+def test_a_prompt_of_several_steps_overlaps_until_its_first_token():
+    harness = full_harness(max_num_batched_tokens=4)
+    harness.scheduler.add(make_request("a", range(10), max_tokens=3, needs_host_token=True))
+    first, second = harness.submit(), harness.submit()
+    assert [plan.rows[0].num_new_tokens for plan in (first, second)] == [4, 4]
+    harness.collect()
+    assert harness.submit().rows[0].num_samples == 1
+    harness.collect()
+    assert harness.submit().is_empty
+
+
+def test_only_as_many_steps_as_allowed_are_planned():
+    harness = full_harness(max_steps_in_flight=1)
+    harness.scheduler.add(make_request("a", [1, 2, 3]))
+    harness.submit()
+    with pytest.raises(AssertionError, match="must return"):
+        harness.submit()
 
 
 def test_a_request_that_forks_waits_for_its_branches():
@@ -110,3 +140,48 @@ def test_a_sequence_alone_at_capacity_still_gets_the_token_on_its_way():
         harness.assert_drained()
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 8
+
+
+def test_an_end_that_the_host_finds_late_drops_what_still_runs():
+    """A stop string is found by the text side, when the next step runs already."""
+    harness = full_harness(max_num_seqs=4)
+    harness.scheduler.add(make_request("a", [1, 2, 3], max_tokens=20, n=2))
+    while len(harness.tokens["a", 1]) < 3:
+        if harness.num_tickets < 2 and not harness.submit().is_empty:
+            continue
+        harness.collect()
+    num_tokens = len(harness.tokens["a", 1])
+    assert harness.num_tickets == 1
+    assert harness.scheduler.abort_branch("a", 1)
+    harness.run(overlap=True)
+    assert len(harness.tokens["a", 1]) == num_tokens
+    assert harness.tokens["a", 0] == expected_tokens(
+        make_request("a", [1, 2, 3], max_tokens=20), 0, 128
+    )
+    harness.assert_drained()
+
+
+def test_blocks_are_published_with_known_tokens_only():
+    harness = full_harness(block_tokens=4)
+    harness.scheduler.add(make_request("a", [1, 2, 3], max_tokens=9))
+    harness.submit()
+    harness.submit()
+    harness.collect()
+    # The second step fills the first block; its last token has just come, the block is still
+    # being written and nobody may find it.
+    (state,) = harness.scheduler._roster.requests.values()
+    (sequence,) = state.sequences
+    assert sequence.num_computed_tokens == 4
+    assert harness.cache.match(sequence.cache, [*sequence.token_ids, 9], 4).num_tokens == 0
+    harness.collect()
+    assert harness.cache.match(sequence.cache, [*sequence.token_ids, 9], 4).num_tokens == 4
+    harness.run(overlap=True)
+    harness.assert_drained()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps_whose_outputs_come_late(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(f"late {seed}")
+    harness, max_len = draw_harness(rng)
+    LateSchedule(harness, rng, max_len).run(NUM_RANDOM_STEPS)

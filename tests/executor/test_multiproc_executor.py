@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.utils.overlap import allow_steps
 from tests.utils.tiny_engine import make_config, make_first_plan, make_layout, run_steps
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.executor import make_executor
 from vllm.executor.multiproc_executor import MultiprocExecutor
-from vllm.step import RowSampling, StepPlan
+from vllm.step import PlanRow, RowSampling, StepPlan
 
 PROMPTS = [[3, 4, 5] * 7, [9], [100, 200, 300, 1]]
 SAMPLING = [
@@ -108,6 +109,39 @@ def test_tickets_may_be_waited_for_in_any_order(clean: MultiprocExecutor) -> Non
     first = make_first_plan(PROMPTS, SAMPLING)
     tickets = [clean.submit(first), clean.submit(StepPlan(step=1, dropped=[0]))]
     assert [t.wait().step for t in reversed(tickets)] == [1, 0]
+
+
+def test_ranks_take_a_plan_while_a_step_runs() -> None:
+    first = make_first_plan(PROMPTS, SAMPLING)
+    one = make_executor(make_config(1))
+    one.initialize_cache(make_layout(one))
+    expected = run_steps(one, first, 3)
+    one.shutdown()
+    executor = make_executor(allow_steps(make_config(2), 2))
+    executor.initialize_cache(make_layout(executor))
+    lens = {row.seq_id: row.num_new_tokens for row in first.rows}
+    tickets = [executor.submit(first)]
+    found = []
+    for step in (1, 2):
+        rows = [
+            PlanRow(
+                seq_id=seq_id,
+                num_computed_tokens=length + step - 1,
+                num_new_tokens=1,
+                new_block_ids=([],),
+            )
+            for seq_id, length in lens.items()
+        ]
+        tickets.append(executor.submit(StepPlan(step=step, rows=rows)))
+        found.append(tickets.pop(0).wait().rows)
+    found.append(tickets.pop().wait().rows)
+    assert [[r.token_ids for r in rows] for rows in found] == [
+        [r.token_ids for r in rows] for rows in expected
+    ]
+    executor.submit(StepPlan(step=8, dropped=[1]))
+    executor.submit(StepPlan(step=9, dropped=[0]))
+    executor.shutdown()  # does not wait for anybody's tickets
+    wait_until_gone(executor.rank_pids(), 5)
 
 
 @pytest.mark.timeout(60)

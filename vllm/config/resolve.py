@@ -213,6 +213,8 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> Sch
         enable_chunked_prefill=is_chunked,
         delay_factor=args.scheduler_delay_factor,
         preemption_mode=args.preemption_mode,
+        # A CPU plans on the cores that compute: nothing would be gained.
+        max_steps_in_flight=2 if device == "cuda" and not args.disable_async_output_proc else 1,
     )
 
 

@@ -15,6 +15,7 @@ class SchedulerConfig:
         policy: "fcfs" or "priority".
         enable_chunked_prefill: whether a prompt may be cut over several steps.
         delay_factor: wait this times the last prompt's latency before admitting a new prompt.
+        max_steps_in_flight: 1 plans a step when the one before has returned, 2 while it runs.
     """
 
     max_num_batched_tokens: int
@@ -24,4 +25,4 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     delay_factor: float = 0.0
     preemption_mode: str | None = None
-    async_scheduling: bool = False
+    max_steps_in_flight: int = 1

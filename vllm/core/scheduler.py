@@ -1,8 +1,9 @@
 """The scheduler: what runs in the next step, and what the last one means.
 
 Called by `engine/core.py`: `add` and `abort` at any moment, `schedule` to plan a step, `update`
-when its output is back. Up to two steps may be on their way at once. It speaks token ids and block
-ids; it never sees a tensor, a text or a device.
+when its output is back. A step may be planned while the one before still runs; its rows go on from
+tokens that nobody has seen yet. It speaks token ids and block ids; it never sees a tensor, a text
+or a device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from vllm.types import FinishReason
 
 logger = init_logger(__name__)
 
-MAX_STEPS_IN_FLIGHT = 2
 _PREEMPTIONS_PER_WARNING = 50
 
 
@@ -105,11 +105,14 @@ class Scheduler:
         """Plan the next step.
 
         An empty plan need not be submitted; `update` must then not be called for it, but
-        `take_results` may have something.
+        `take_results` may have something. While a step is in flight, empty may mean that it must
+        return first.
         """
-        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, (
+        assert len(self._in_flight) < self._config.max_steps_in_flight, (
             "a step must return before the next is planned"
         )
+        if self._in_flight and any(map(_must_see_token, self._roster.running)):
+            return StepPlan(step=self._num_steps)
         budget = self._config.max_num_batched_tokens
         draft = StepDraft(budget, self._roster, self._cache.no_blocks)
         if self._policy.preempts:
@@ -329,10 +332,23 @@ class Scheduler:
 
 
 def _may_overlap(sequence: Sequence) -> bool:
-    """Whether the next token may be planned although the last one is not back yet."""
-    state = sequence.state
+    """Whether the next token may be planned although the last one is not back yet.
+
+    Not where it is known that there will be none, and not before the branches are there.
+    """
     return (
-        state.is_forked
-        and not state.request.needs_host_token
+        sequence.state.is_forked
+        and len(sequence.token_ids) + sequence.num_pending_tokens < sequence.max_len
+    )
+
+
+def _must_see_token(sequence: Sequence) -> bool:
+    """Whether no step may be planned before the last token is back.
+
+    The sequence is not left out of a step instead: it would get every second step only.
+    """
+    return (
+        sequence.num_pending_tokens > 0
+        and sequence.state.request.needs_host_token
         and len(sequence.token_ids) + sequence.num_pending_tokens < sequence.max_len
     )

@@ -8,6 +8,7 @@ the executor hides where tensors live.
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from vllm.engine.stats import count_free_blocks
 from vllm.engine.structured_output import StructuredOutput
 from vllm.errors import ConfigError, RequestError
 from vllm.executor import make_executor
-from vllm.executor.abstract import Executor, RankReport
+from vllm.executor.abstract import Executor, RankReport, Ticket
 from vllm.hybrid.grouping import group_layers
 from vllm.hybrid.report import AllocationTrace, log_start
 from vllm.logger import init_logger
@@ -55,7 +56,7 @@ class EngineCore:
 
     Attributes:
         ready: what it is and what it holds, known once it is made.
-        num_steps: steps with work in them so far.
+        num_steps: steps that have returned so far.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -88,6 +89,7 @@ class EngineCore:
         self._structured = StructuredOutput(config.model_config.vocab_size)
         self._compiling: dict[str, tuple[AddRequest, Future[LLMatcher]]] = {}
         self._failures: list[RequestFailure] = []
+        self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self.num_steps = 0
         self._last_step_ms = 0.0
         self.ready = _make_ready(reports, layout, capacity, self.stats().groups)
@@ -95,8 +97,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step, or a form that is being compiled, waits."""
+        """Whether a step waits or runs, or a form is being compiled."""
         return bool(self.scheduler.has_unfinished or self._compiling or self._failures)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that were started and have not been taken in."""
+        return len(self._tickets)
 
     def add_now(self, message: AddRequest) -> None:
         """Accept a request; compiles its form first.
@@ -133,27 +140,34 @@ class EngineCore:
         self.scheduler.abort(request_id)
 
     def step(self) -> list[SequenceResult]:
-        """Plan a step, run it, and return what it means for each answer.
+        """Plan a step, start it, and return what the oldest one means for each answer.
+
+        A step that may be overlapped by the next is not waited for: there are no results then.
 
         Raises: EngineDeadError if a rank failed; nothing can be run after that.
         """
         started_s = time.perf_counter()
         self._admit_compiled()
         plan = self.scheduler.schedule()
-        if plan.is_empty:
-            return self.scheduler.take_results()
-        broken = self._fill_masks(plan)
-        self._trace.log(plan)
-        ticket = self._executor.submit(plan)
-        output = ticket.wait()
-        results = self.scheduler.update(plan, output)
+        if not plan.is_empty:
+            self._fill_masks(plan)
+            self._trace.log(plan)
+            self._tickets.append((plan, self._executor.submit(plan)))
+        if self._tickets and (plan.is_empty or self._is_full):
+            plan, ticket = self._tickets.popleft()
+            results = self.scheduler.update(plan, ticket.wait())
+            self.num_steps += 1
+            self._last_step_ms = 1000 * (time.perf_counter() - started_s)
+        else:
+            results = self.scheduler.take_results()
         if self._structured:
             self._structured.accept(results)
-            for failure in broken:
-                self._fail(failure)
-        self.num_steps += 1
-        self._last_step_ms = 1000 * (time.perf_counter() - started_s)
         return results
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether a step must return before the next can be planned."""
+        return len(self._tickets) >= self._config.scheduler_config.max_steps_in_flight
 
     def make_outputs(self, results: list[SequenceResult]) -> EngineOutputs:
         """Wrap the results of a step with the failures since the last and the counts of now."""
@@ -227,22 +241,20 @@ class EngineCore:
             except RequestError as error:
                 self._fail(_describe(request_id, error))
 
-    def _fill_masks(self, plan: StepPlan) -> list[RequestFailure]:
+    def _fill_masks(self, plan: StepPlan) -> None:
         """Give the rows under a form the ids that may come next.
 
-        Returns: failures of requests whose form cannot be followed any more.
+        A request whose form cannot be followed any more fails; its row is an over-run.
         """
-        broken: list[RequestFailure] = []
         if not self._structured:
-            return broken
+            return
         for seq_id, request_id, branch in self.scheduler.sampled_rows():
             if request_id not in self._structured:
                 continue
             try:
                 plan.token_masks[seq_id] = self._structured.next_mask(request_id, branch)
             except RequestError as error:
-                broken.append(_describe(request_id, error))
-        return broken
+                self._fail(_describe(request_id, error))
 
     def _fail(self, failure: RequestFailure) -> None:
         self.abort(failure.request_id)

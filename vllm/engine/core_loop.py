@@ -105,7 +105,7 @@ class CoreLoop:
         self.step_started_s = 0.0
         if messages or outputs.results or outputs.failures or core.num_steps > num_steps:
             self._send(outputs)
-        elif core.has_work:
+        elif core.has_work and not core.num_steps_in_flight:
             time.sleep(_PAUSE_S)  # a form is compiled, or prompts are held back for a while
         return True
 

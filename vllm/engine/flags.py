@@ -176,7 +176,7 @@ _SCHEDULING = (
     Flag(field="preemption_mode", help="accepted; preempted requests are recomputed"),
     Flag(field="num_scheduler_steps", read=int, help="accepted; every step is scheduled"),
     _switch("multi_step_stream_outputs", "accepted; every step is streamed"),
-    _switch("disable_async_output_proc", "accepted; outputs never overlap with a step"),
+    _switch("disable_async_output_proc", "plan a step only when the last has returned"),
 )
 
 _EXECUTION = (

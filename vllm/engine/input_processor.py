@@ -130,7 +130,7 @@ class InputProcessor:
             priority=priority,
             arrival_time=time.time() if arrival_time is None else arrival_time,
             cache_salt=parsed.cache_salt or "",
-            needs_host_token=bool(grammar or processors or sampling.bad_words_token_ids),
+            needs_host_token=bool(grammar or processors or sampling.reads_outputs),
             logits_processors=processors,
         )
         return ProcessedRequest(

@@ -141,6 +141,8 @@ class LLMEngine:
         for failed in done.failures:
             self._failures[failed.request_id] = failed.error
             done.outputs.append(failed.output)
+        while self._core.num_steps_in_flight and not len(self._text.outputs):
+            self._core.step()  # nobody waits: what still runs computes rows that have ended
         return done.outputs
 
     def take_failure(self, request_id: str) -> VllmError | None:

@@ -35,7 +35,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Start one step on every rank."""
+        """Start one step on every rank; tickets are waited for in the order of their steps."""
         ...
 
     def check_health(self) -> None:

@@ -1,11 +1,13 @@
 """The process of one rank: makes a worker, then answers frames until told to stop.
 
 Started by the multi-process executor with one end of a socket as its only tie. It ends when that
-socket closes, so that no rank outlives its engine, however the engine ended.
+socket closes, so that no rank outlives its engine, however the engine ended. A plan is started as
+it comes, also while the step before it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -13,6 +15,8 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -21,7 +25,10 @@ from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import VllmError
 from vllm.executor import wire
+from vllm.worker.pending_step import PendingStep
 from vllm.worker.worker import Worker
+
+_STEP_DONE = b"S"  # from within the process: the oldest step has been done
 
 
 def run_rank(socket_fd: int) -> None:
@@ -63,20 +70,49 @@ def _serve(
     worker = Worker(config, tp)
     connection.send_bytes(wire.pack(wire.REPORT, worker.load()))
     decode_plan = wire.make_plan_decoder(rank)
+    watch = _make_watcher(frames, config.scheduler_config.max_steps_in_flight)
+    steps: deque[PendingStep] = deque()
     while True:
         kind, body = wire.split(frames.get())
         if kind == wire.PLAN:
-            output = worker.execute(decode_plan(body))
+            steps.append(worker.submit(decode_plan(body)))
+            watch(steps[-1])
+        elif kind == _STEP_DONE:
+            output = steps.popleft().wait()
             if rank == 0:
                 connection.send_bytes(wire.encode_output(output))
         elif kind == wire.LAYOUT:
             worker.initialize_cache(pickle.loads(body))
             connection.send_bytes(wire.READY)
         elif kind == wire.QUIT:
+            while steps:
+                steps.popleft().wait()
             worker.close()
             return
         else:
             raise AssertionError(f"unknown frame {kind!r}")
+
+
+def _make_watcher(
+    frames: SimpleQueue[bytes], max_steps_in_flight: int
+) -> Callable[[PendingStep], None]:
+    """Return what puts a frame between those of the engine when a step is done.
+
+    With overlap a thread waits for the device, so that the worker's own thread can start the next
+    step meanwhile. Without it there is nothing else to do.
+    """
+    if max_steps_in_flight == 1:
+        return lambda step: frames.put(_STEP_DONE)
+    started: SimpleQueue[PendingStep] = SimpleQueue()
+
+    def watch_steps() -> None:
+        while True:
+            with contextlib.suppress(Exception):  # its `wait` raises that
+                started.get().synchronize()
+            frames.put(_STEP_DONE)
+
+    threading.Thread(target=watch_steps, name="watch-steps", daemon=True).start()
+    return started.put
 
 
 def _read_frames(connection: Connection, frames: SimpleQueue[bytes]) -> None:
