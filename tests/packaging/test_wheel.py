@@ -80,3 +80,12 @@ def test_sdist_holds_all_that_a_build_needs(tree: Path, tmp_path: Path) -> None:
 def test_unknown_device_is_refused(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="VLLM_TARGET_DEVICE is 'tpu'; allowed: auto, cpu"):
         run_build(tree, f"build_wheel({str(tmp_path)!r})", device="tpu")
+
+
+def test_cuda_without_nvcc_is_refused(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(AssertionError, match="VLLM_TARGET_DEVICE=cuda needs nvcc on the PATH"):
+        run_build(tree, f"build_wheel({str(tmp_path)!r})", device="cuda")
