@@ -122,10 +122,13 @@ def test_every_part_of_k_has_work(n: int, k: int, num_rows: int) -> None:
 
 def test_other_shapes_are_torchs() -> None:
     assert linear_table.is_skinny(1, 3584, 3584)
-    assert linear_table.is_skinny(64, 3584, 3584)
+    assert linear_table.is_skinny(1, 152064, 3584)
+    assert linear_table.is_skinny(64, 18944, 3584, is_gated=True)
+    assert not linear_table.is_skinny(1, 4608, 3584)
+    assert not linear_table.is_skinny(64, 3584, 3584)
     assert not linear_table.is_skinny(0, 3584, 3584)
-    assert not linear_table.is_skinny(65, 3584, 3584)
-    assert not linear_table.is_skinny(1, 152064, 3584)
+    assert not linear_table.is_skinny(65, 18944, 3584, is_gated=True)
+    assert not linear_table.is_skinny(1, 1 << 20, 3584)
     assert not linear_table.is_skinny(1, 3584, 3588)
 
 

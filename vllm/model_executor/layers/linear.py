@@ -97,13 +97,12 @@ class Linear(PackedModule):
         linear_ops.linear(out_TN, x_TK, self.packed, bias)
         return out_TN
 
-    def _is_skinny(self, x_TK: Tensor) -> bool:
+    def _is_skinny(self, x_TK: Tensor, *, is_gated: bool = False) -> bool:
         """Whether a kernel of ours for few rows multiplies them, not torch."""
-        return (
-            x_TK.is_cuda
-            and x_TK.dtype in _SKINNY_DTYPES
-            and is_skinny(x_TK.shape[0], self.output_size, self.input_size)
-        )
+        if not (x_TK.is_cuda and x_TK.dtype in _SKINNY_DTYPES):
+            return False
+        num_outputs = self.output_size // 2 if is_gated else self.output_size
+        return is_skinny(x_TK.shape[0], num_outputs, self.input_size, is_gated=is_gated)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return this rank's outputs, [T, N]."""
@@ -162,7 +161,7 @@ class MergedColumnParallelLinear(Linear):
             activation: computes it from gate and up side by side.
             name: what it is called by our ops: "silu", "gelu" or "gelu_tanh".
         """
-        if self.weight is None or not self._is_skinny(x_TK):
+        if self.weight is None or not self._is_skinny(x_TK, is_gated=True):
             return activation(self(x_TK))
         out_TI = x_TK.new_empty(x_TK.shape[0], self.output_size // 2)
         linear_ops.skinny_gated_linear(out_TI, x_TK, self.weight, self.bias, name)
