@@ -11,7 +11,8 @@ import pytest
 
 from vllm.attention import measured_ranks
 from vllm.attention.backends.abstract import KernelQuery
-from vllm.attention.measure import clock, workload
+from vllm.attention.backends.torch_sdpa import TorchBackend
+from vllm.attention.measure import cells, clock, workload
 from vllm.attention.selector import choose_kernel
 from vllm.entrypoints.cli.bench import kernels, main
 from vllm.types import DType
@@ -109,19 +110,58 @@ def test_the_choice_follows_what_was_saved(tmp_path: Path, monkeypatch: pytest.M
     assert choose_kernel(query, None).kernel == "torch"
 
 
+def test_a_kernel_that_fails_is_named_and_has_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no memory left\nand more")
+
+    run(tmp_path)  # what is proved at the first use of a kernel is proved
+    monkeypatch.setattr(TorchBackend, "forward", fail)
+    result = run(tmp_path)
+    for shape in result["shapes"]:
+        for cell in shape["cells"]:
+            assert set(cell["kernels"]) == {"cpu"}
+            assert cell["faults"] == {"torch": "RuntimeError: no memory left"}
+    assert [set(entry["relative_times"]) for entry in result["ranks"]] == [{"cpu"}, {"cpu"}]
+    assert "RuntimeError: no memory left" in capsys.readouterr().out
+
+
+def test_kernels_that_fail_while_they_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> float:
+        raise RuntimeError
+
+    monkeypatch.setattr(cells, "time_run", fail)
+    result = run(tmp_path)
+    faults = [cell["faults"] for shape in result["shapes"] for cell in shape["cells"]]
+    assert faults == [{"cpu": "RuntimeError: ", "torch": "RuntimeError: "}] * 6
+    assert result["ranks"] == []
+
+
+def test_loads_that_have_no_room_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "_ARENA_SHARE", 0.0)
+    result = run(tmp_path, "--save")
+    assert all(c["faults"]["cpu"] == "no room" for s in result["shapes"] for c in s["cells"])
+    assert result["ranks"] == []
+
+
 def test_ratios_count_and_not_microseconds() -> None:
     key = measured_ranks.RankKey(head_size=64, has_window=False, dtype=DType.BFLOAT16)
-    cells = [
+    entries = [
         measured_ranks.CellTimes(phase="decode", times={"a": 1.0, "b": 2.0}),
         measured_ranks.CellTimes(phase="decode", times={"a": 1.0, "b": 8.0, "c": 9.0}),
         measured_ranks.CellTimes(phase="prefill", times={"a": 1600.0, "b": 100.0}),
     ]
-    found = measured_ranks.rank_cells(key, cells)
+    found = measured_ranks.rank_cells(key, entries)
     assert found.relative_times == {
         "a": pytest.approx(16**0.25), "b": pytest.approx(4**0.75, rel=1e-3),
     }  # fmt: skip
     assert found.order == ("a", "b"), "what failed somewhere has no rank"
-    alone = measured_ranks.rank_cells(key, cells[2:])
+    alone = measured_ranks.rank_cells(key, entries[2:])
     assert alone.relative_times == {"a": 16.0, "b": 1.0}
     assert math.isclose(sum(measured_ranks.PHASE_WEIGHTS.values()), 1.0)
 

@@ -89,6 +89,8 @@ def measure_cell(
         stated_len: longest sequence that decode steps on a GPU are captured for.
         num_runs: runs of each kernel; fewer, but at least 3, where a cell takes long.
     """
+    if query.device == "cuda":
+        torch.cuda.empty_cache()  # what the cell before has left is free
     num_layers = count_layers(query, load)
     free_bytes = get_platform(query.device).get_memory().free_bytes
     if count_arena_bytes(query, load, num_layers) > _ARENA_SHARE * free_bytes:
@@ -107,8 +109,8 @@ def measure_cell(
         try:
             runners[name] = _make_runner(work, name, is_captured=is_captured)
         except (RuntimeError, ValueError) as cause:  # out of memory is a RuntimeError
-            faults[name] = f"{type(cause).__name__}: {str(cause).splitlines()[0]}"
-    times = _run_in_turns(runners, query.device, num_runs)
+            faults[name] = _describe_fault(cause)
+    times = _run_in_turns(runners, faults, query.device, num_runs)
     return Cell(
         load=load,
         num_layers=num_layers,
@@ -138,14 +140,22 @@ def _make_runner(work: Workload, name: str, *, is_captured: bool) -> _Runner:
 
 
 def _run_in_turns(
-    runners: Mapping[str, _Runner], device: str, num_runs: int
+    runners: Mapping[str, _Runner], faults: dict[str, str], device: str, num_runs: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each run of each kernel."""
+    """Return the seconds of each run of each kernel; one that fails goes to `faults`."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     end_s = time.perf_counter() + _CELL_S
     for turn in range(num_runs):
         if turn >= _MIN_RUNS and time.perf_counter() > end_s:
             break
-        for name, runner in runners.items():
-            times[name].append(time_run(runner.run, device))
+        for name in list(times):
+            try:
+                times[name].append(time_run(runners[name].run, device))
+            except RuntimeError as cause:
+                faults[name] = _describe_fault(cause)
+                del times[name]
     return times
+
+
+def _describe_fault(cause: Exception) -> str:
+    return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"

@@ -49,7 +49,7 @@ def time_run(run: Callable[[], None], device: str) -> float:
 
 
 def capture_run(run: Callable[[], None]) -> Callable[[], None] | None:
-    """Return the replay of a CUDA graph of `run`, or None if `run` waits for the device.
+    """Return the replay of a CUDA graph of `run`, or None if it cannot be captured.
 
     All that `run` needs is compiled already. Whether it waits is found out before the capture,
     since one that fails may be felt by those after it.
@@ -62,8 +62,12 @@ def capture_run(run: Callable[[], None]) -> Callable[[], None] | None:
     with torch.cuda.stream(stream):
         run()  # libraries get their workspaces on the stream of the capture
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        run()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    except RuntimeError:
+        torch.cuda.synchronize()  # raises where the device is lost
+        return None
     replay: Callable[[], None] = graph.replay
     return replay
 

@@ -170,4 +170,6 @@ class Workload:
             max_query_len=load.num_new,
             max_seq_len=stated_len,
             num_decode_rows=load.num_rows if load.num_new == 1 else 0,
+            new_lens_cpu=(load.num_new,) * load.num_rows,
+            computed_lens_cpu=(load.num_cached,) * load.num_rows,
         )

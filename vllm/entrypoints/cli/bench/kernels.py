@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.attention.backends.abstract import KernelQuery
+from vllm.attention.measure.load import count_bytes, count_flops, list_loads
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.bench.kernels_report import draw_chart, format_shape, format_summary
 from vllm.entrypoints.cli.bench.summary import write_json
@@ -159,6 +160,7 @@ def read_queries(args: argparse.Namespace, device: str) -> dict[KernelQuery, tup
 
     args.skip_tokenizer_init = True
     config = EngineArgs.from_cli_args(args).create_engine_config()
+    args.max_model_len = config.model_config.max_model_len
     kinds: dict[KernelQuery, tuple[int, ...]] = {}
     for layer, query in read_layers(config).items():
         kinds[query] = (*kinds.get(query, ()), layer)
@@ -198,9 +200,10 @@ def measure_shapes(
     queries: Mapping[KernelQuery, tuple[int, ...]], args: argparse.Namespace
 ) -> Iterator[MeasuredShape]:
     """Measure every kind of layer on every load, all kernels in turns."""
-    from vllm.attention.measure import cells, load  # noqa: PLC0415  torch
+    from vllm.attention.measure import cells  # noqa: PLC0415  torch
 
-    loads = load.list_loads(args.batch_sizes, args.context_lens, args.prompt_lens)
+    stated_len = max(args.max_model_len or 0, *args.context_lens)
+    loads = list_loads(args.batch_sizes, args.context_lens, args.prompt_lens)
     for query, layers in queries.items():
         cells.prepare_device(query.device)
         verdicts = cells.find_refusals(query)
@@ -210,9 +213,7 @@ def measure_shapes(
             layers=layers,
             refusals={name: text for name, text in verdicts.items() if text is not None},
             cells=tuple(
-                cells.measure_cell(
-                    query, entry, kernels, stated_len=max(args.context_lens), num_runs=args.runs
-                )
+                cells.measure_cell(query, entry, kernels, stated_len=stated_len, num_runs=args.runs)
                 for entry in loads
             ),
         )
@@ -229,8 +230,6 @@ def describe_shape(shape: MeasuredShape, rates: MachineRates) -> dict[str, Any]:
 
 
 def _describe_cell(query: KernelQuery, cell: Cell, rates: MachineRates) -> dict[str, Any]:
-    from vllm.attention.measure.load import count_bytes, count_flops  # noqa: PLC0415  torch
-
     num_bytes, num_flops = count_bytes(query, cell.load), count_flops(query, cell.load)
     return {
         "phase": cell.load.phase,
