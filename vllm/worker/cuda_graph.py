@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class DecodeGraphs:
 
 
 def capture_step(
-    run: Callable[[int], Tensor], num_rows: int, pool: tuple[int, int] | None
+    run: Callable[[int], Tensor], num_rows: int, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Return the graph of one step and the tensor its result lands in.
 
