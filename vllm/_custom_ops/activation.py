@@ -58,6 +58,19 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     C.gelu_quick(out, input)
 
 
+def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
+    """Multiply x by sigmoid(gate), rounded to the dtype before the product; CUDA tensors only.
+
+    Args:
+        x: float32, bfloat16 or float16 of 1 to 3 dimensions; overwritten.
+        gate: like `x`; its rows may lie at another stride.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.mul_sigmoid(x, gate)
+
+
 def soft_cap(x: Tensor, scale: float, cap: float) -> None:
     """Overwrite x with cap * tanh(x * scale / cap), rounded once.
 

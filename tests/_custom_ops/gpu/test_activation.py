@@ -47,6 +47,17 @@ def test_soft_cap_of_cut_columns_equals_twin(dtype: torch.dtype, width: int) -> 
     assert torch.equal(logits[:, width:], expected[:, width:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [128, 100, 7])
+def test_mul_sigmoid_equals_twin(dtype: torch.dtype, size: int) -> None:
+    x = draw(5, size, dtype=dtype, seed=6)
+    gate = draw(5, 3 * size, dtype=dtype, seed=7, scale=3.0)[:, :size]
+    expected = x.clone()
+    ops.mul_sigmoid(x, gate)
+    naive.mul_sigmoid(expected, gate)
+    assert_near(x, expected)
+
+
 def test_rows_may_lie_apart() -> None:
     x = draw(6, 3, 64, dtype=torch.bfloat16, seed=4)
     out, expected = poisoned_like(x[:, 1, :32]), poisoned_like(x[:, 1, :32])

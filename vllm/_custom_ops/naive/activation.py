@@ -50,6 +50,11 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     out.copy_((x * torch.sigmoid(1.702 * x)).to(input.dtype))
 
 
+def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
+    """x := x * sigmoid(gate); the sigmoid is rounded before the product."""
+    x.mul_(torch.sigmoid(gate.float()).to(x.dtype))
+
+
 def soft_cap(x: Tensor, scale: float, cap: float) -> None:
     """cap * tanh(x * scale / cap), in place."""
     x.copy_((torch.tanh(x.float() * scale / cap) * cap).to(x.dtype))

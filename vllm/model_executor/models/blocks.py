@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from vllm._custom_ops.fused_qkv import qkv_norm_rope_cache
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec, Nothing
@@ -31,6 +30,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.model_executor.models.heads import attend_heads
 from vllm.model_executor.models.shapes import (
     AttentionShape,
     LayerShape,
@@ -150,8 +150,6 @@ class AttentionBlock(nn.Module):
         self.q_norm = context.make_norm(size) if shape.has_qk_norm else None
         self.k_norm = context.make_norm(size) if shape.has_qk_norm else None
         self.rope = None if shape.rope is None else context.ropes.get(size, shape.rope)
-        dtype = from_torch_dtype(context.dtype)
-        self._keeps_dtype = context.cache_dtype in (None, dtype)
         self.attention = Attention(
             layer,
             self.qkv.num_heads,
@@ -159,7 +157,7 @@ class AttentionBlock(nn.Module):
             size,
             shape.scale,
             Full(),
-            dtype=dtype,
+            dtype=from_torch_dtype(context.dtype),
             cache_dtype=context.cache_dtype,
             window=shape.window,
             soft_cap=shape.soft_cap,
@@ -178,43 +176,10 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """Return the attention's contribution to the residual stream, [T, E]."""
-        q_size, kv_size = self.qkv.q_size, self.qkv.kv_size
-        qkv_TX = self.qkv(x_TE)
-        q, k, v = qkv_TX.split((q_size, kv_size, kv_size), dim=-1)
-        q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
-        is_one_op = qkv_TX.is_cuda and self._keeps_dtype
-        if is_one_op:
-            self._finish_heads(qkv_TX, batch, attention)
-        else:
-            if self.q_norm is not None and self.k_norm is not None:
-                self.q_norm.apply_in_place(q_THD)
-                self.k_norm.apply_in_place(k_THD)
-            if self.rope is not None:
-                self.rope(batch.positions, q_THD, k_THD)
-        out_THD = self.attention(q_THD, k_THD, v_THD, batch, attention, rows_are_cached=is_one_op)
-        return self.out(out_THD.flatten(1))
-
-    def _finish_heads(self, qkv_TX: Tensor, batch: ForwardBatch, attention: AttentionState) -> None:
-        """Norm and turn the heads in place and write K and V to the cache, in one launch."""
-        cache = attention.caches[self.attention.layer]
-        assert cache is not None, f"layer {self.attention.layer} has no cache bound to it"
-        rope, q_norm, k_norm = self.rope, self.q_norm, self.k_norm
-        qkv_norm_rope_cache(
-            qkv_TX,
-            batch.positions,
-            batch.groups[cache.group].slots,
-            cache.tensors[0],
-            cache.tensors[-1],
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.epsilon,
-            None if rope is None else rope.cos_sin,
-            self.qkv.num_heads,
-            self.qkv.num_kv_heads,
-            self.head_size,
-            0 if rope is None else rope.spec.rotary_dim,
-            rope is None or rope.is_neox,
+        out_THD = attend_heads(
+            self.attention, self.qkv(x_TE), self.q_norm, self.k_norm, self.rope, batch, attention
         )
+        return self.out(out_THD.flatten(1))
 
 
 class MlpBlock(nn.Module):

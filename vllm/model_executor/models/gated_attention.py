@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm._custom_ops.activation import mul_sigmoid
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec
 from vllm.model_executor.layers.linear import RowParallelLinear, split_kv_heads
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
 from vllm.model_executor.models.blocks import BlockContext
+from vllm.model_executor.models.heads import attend_heads
 from vllm.model_executor.models.shapes import AttentionShape
 from vllm.utils.tensors import from_torch_dtype
 
@@ -62,7 +64,7 @@ class GatedAttention(nn.Module):
         self.head_size = size
         num_heads = tp.split(shape.num_heads, "num_attention_heads")
         num_kv_heads, first_kv_head = split_kv_heads(shape.num_kv_heads, tp)
-        self._parts = (num_heads * size, num_heads * size, num_kv_heads * size, num_kv_heads * size)
+        self._gate_size = num_heads * size
         kv = RowSelection.of_parts(
             {"": num_kv_heads * size}, {"": first_kv_head * size}, shape.num_kv_heads * size
         )
@@ -106,19 +108,24 @@ class GatedAttention(nn.Module):
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """Return the attention's contribution to the residual stream, [T, E]."""
-        q, gate_TC, k, v = self.qkv(x_TE).split(self._parts, dim=-1)
-        q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
-        self.q_norm.apply_in_place(q_THD)
-        self.k_norm.apply_in_place(k_THD)
-        self.rope(batch.positions, q_THD, k_THD)
-        out_TC = self.attention(q_THD, k_THD, v_THD, batch, attention).flatten(1)
+        gate_and_qkv = self.qkv(x_TE)
+        gate_TC, qkv_TX = gate_and_qkv[:, : self._gate_size], gate_and_qkv[:, self._gate_size :]
+        out_TC = attend_heads(
+            self.attention, qkv_TX, self.q_norm, self.k_norm, self.rope, batch, attention
+        ).flatten(1)
+        if out_TC.is_cuda:
+            mul_sigmoid(out_TC, gate_TC)
+            return self.out(out_TC)
         # torch.sigmoid rounds an element by its place in memory; exp and division do not.
         gate_TC = 1.0 / (1.0 + torch.exp(-gate_TC.float()))
         return self.out(out_TC * gate_TC.to(out_TC.dtype))
 
 
 def _query_rows(shape: AttentionShape, num_heads: int, first_head: int) -> RowSelection:
-    """Return this rank's queries and then its gates, which the checkpoint interleaves by head."""
+    """Return this rank's gates and then its queries, which the checkpoint interleaves by head.
+
+    Queries lie beside keys and values, as the op that finishes all three wants them.
+    """
     total = shape.num_heads * 2 * shape.head_size
     own = torch.arange(total).view(shape.num_heads, 2, -1)[first_head : first_head + num_heads]
-    return RowSelection(total=total, rows=own.transpose(0, 1).flatten())
+    return RowSelection(total=total, rows=own.transpose(0, 1).flip(0).flatten())
