@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_shape import (
+    Tile,
     count_processors,
     count_splits,
     fit_decode_tile,
@@ -239,24 +240,32 @@ def _decode_kernel(
     store_head(out_rows, main, tail, total, is_head, MAIN, TAIL, HEAD_SIZE)
 
 
-def decode_attention(args: AttentionArgs, num_rows: int, max_seq_len: int) -> None:
+def decode_attention(
+    args: AttentionArgs,
+    num_rows: int,
+    max_seq_len: int,
+    tile: Tile | None = None,
+    num_splits: int | None = None,
+) -> None:
     """Attend for those of the first `num_rows` rows that have exactly one new token.
 
     Args:
         args: the op's arguments.
         max_seq_len: no row is longer; more splits than it can use are not launched.
+        tile: sizes to take instead of the table's, for benchmarks.
+        num_splits: splits to take instead of those that suit the batch, for benchmarks and tests.
     """
     cache = args.key_cache
     assert cache is not None
     num_heads, head_size = args.query.shape[1:]
     group = num_heads // args.num_kv_heads
     main, tail = split_head(head_size)
-    tile = fit_decode_tile(
+    tile = tile or fit_decode_tile(
         group, head_size, args.query.element_size(), args.has_one_field, cache.device
     )
     head_tiles = args.num_kv_heads * -(-group // tile.block_m)
     num_groups = num_rows * head_tiles
-    num_splits = count_splits(
+    num_splits = num_splits or count_splits(
         num_groups, args.longest_view(max_seq_len), tile.block_n, count_processors(cache.device)
     )
     if num_groups > _MAX_ARRIVALS:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
-from vllm._custom_ops.triton.attention_shape import fit_prefill_tile, split_head
+from vllm._custom_ops.triton.attention_shape import Tile, fit_prefill_tile, split_head
 from vllm._custom_ops.triton.attention_tile import (
     count_tiles,
     first_visible,
@@ -232,7 +232,12 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    args: AttentionArgs, first_row: int, num_rows: int, max_query_len: int, min_query_len: int
+    args: AttentionArgs,
+    first_row: int,
+    num_rows: int,
+    max_query_len: int,
+    min_query_len: int,
+    tile: Tile | None = None,
 ) -> None:
     """Attend for rows `first_row` … that have at least `min_query_len` new tokens.
 
@@ -240,10 +245,11 @@ def prefill_attention(
         args: the op's arguments.
         num_rows: rows from `first_row` on.
         max_query_len: no row has more new tokens.
+        tile: sizes to take instead of the table's, for benchmarks.
     """
     num_heads, head_size = args.query.shape[1:]
     main, tail = split_head(head_size)
-    tile = fit_prefill_tile(
+    tile = tile or fit_prefill_tile(
         head_size, args.query.element_size(), args.has_one_field, args.query.device
     )
     pointers, strides = args.launch_arguments()
