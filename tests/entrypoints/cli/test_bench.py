@@ -164,7 +164,10 @@ def test_serve_without_a_server(chain_model: Path, capsys: pytest.CaptureFixture
     assert "--dataset-path" in capsys.readouterr().err
 
 
-ENGINE = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--max-num-seqs", "8"]
+ENGINE = [
+    "--dtype", "float32", "--num-gpu-blocks-override", "64", "--max-num-seqs", "8",
+    "--max-model-len", "512",
+]  # fmt: skip
 
 
 def test_latency(chain_model: Path, tmp_path: Path) -> None:
