@@ -71,6 +71,20 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     C.mul_sigmoid(x, gate)
 
 
+def add_gated(out_TE: Tensor, x_TE: Tensor, gate_T1: Tensor) -> None:
+    """Add sigmoid(gate) * x to out; sigmoid, product and sum are each rounded; CUDA tensors only.
+
+    Args:
+        out_TE: float32, bfloat16 or float16 [T, E]; changed in place.
+        x_TE: like `out_TE`.
+        gate_T1: [T, 1], dtype of `out_TE`.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.add_gated(out_TE, x_TE, gate_T1)
+
+
 def soft_cap(x: Tensor, scale: float, cap: float) -> None:
     """Overwrite x with cap * tanh(x * scale / cap), rounded once.
 

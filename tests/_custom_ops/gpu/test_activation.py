@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests._custom_ops.gpu.graphs import capture
-from tests._custom_ops.gpu.tensors import DTYPES, NEEDS_GPU, assert_near, draw, poisoned_like
+from tests._custom_ops.gpu.tensors import (
+    DTYPES,
+    NEEDS_GPU,
+    TOLERANCE,
+    assert_near,
+    draw,
+    poisoned_like,
+)
 from vllm._custom_ops import activation as ops
 from vllm._custom_ops.naive import activation as naive
 from vllm.errors import ShapeError
@@ -56,6 +63,18 @@ def test_mul_sigmoid_equals_twin(dtype: torch.dtype, size: int) -> None:
     ops.mul_sigmoid(x, gate)
     naive.mul_sigmoid(expected, gate)
     assert_near(x, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2048, 100, 7])
+def test_add_gated_equals_twin(dtype: torch.dtype, size: int) -> None:
+    out, x = draw(5, size, dtype=dtype, seed=8), draw(5, size, dtype=dtype, seed=9)
+    gate = draw(5, 1, dtype=dtype, seed=10)
+    expected = out.clone()
+    ops.add_gated(out, x, gate)
+    naive.add_gated(expected, x, gate)
+    step = TOLERANCE[dtype][0] * expected.abs().max().item()
+    torch.testing.assert_close(out, expected, rtol=0, atol=step)
 
 
 def test_rows_may_lie_apart() -> None:

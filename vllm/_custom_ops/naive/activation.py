@@ -55,6 +55,11 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     x.mul_(torch.sigmoid(gate.float()).to(x.dtype))
 
 
+def add_gated(out_TE: Tensor, x_TE: Tensor, gate_T1: Tensor) -> None:
+    """out := out + sigmoid(gate) * x; sigmoid, product and sum are each rounded."""
+    out_TE.add_(torch.sigmoid(gate_T1.float()).to(x_TE.dtype) * x_TE)
+
+
 def soft_cap(x: Tensor, scale: float, cap: float) -> None:
     """cap * tanh(x * scale / cap), in place."""
     x.copy_((torch.tanh(x.float() * scale / cap) * cap).to(x.dtype))

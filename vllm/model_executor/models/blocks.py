@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from vllm._custom_ops.activation import add_gated
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec, Nothing
@@ -254,6 +255,9 @@ class MoeBlock(nn.Module):
         out_TE = self.experts(x_TE, self.router(x_TE))
         if self.shared is not None:
             shared_TE = self.shared(x_TE)
+            if self.shared_gate is not None and x_TE.is_cuda:
+                add_gated(out_TE, shared_TE, self.shared_gate(x_TE))
+                return self._tp.all_reduce(out_TE)
             if self.shared_gate is not None:
                 # torch.sigmoid rounds an element by its place in memory; exp and division do not.
                 gate_T1 = 1.0 / (1.0 + torch.exp(-self.shared_gate(x_TE).float()))
