@@ -12,9 +12,11 @@ are, and overwritten with the state after the row's last token. A row without to
 
 Ops named `_step` exist on a GPU only. They are what a layer does in a decode step in one launch,
 and take seq_lens, int32 [B], tokens after the step, where the others take num_computed. A row has
-at most one token; one of seq_len 0 is padding: its output is zero and its state stays. Tokens of
-no row may stand behind and between: ops over some of the rows leave their outputs alone. On a GPU
-the bits of longer rows do depend on where they are cut (`_custom_ops/triton/delta_rule.py`), and
+at most one token; one of seq_len 0 is padding: its output is zero and its state stays. Their rows
+may be the first of a step, whose other tokens they leave alone.
+
+On a GPU the ops without that name may take the last rows of a step. The bits of a longer row do
+depend there on where it is cut, within the tolerances of `_custom_ops/triton/delta_rule.py`, and
 offsets and lengths, which the host does not know, are not checked.
 """
 

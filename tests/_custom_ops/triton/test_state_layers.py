@@ -86,10 +86,14 @@ def run_step(
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("make", [make_delta_net, make_mamba, make_short_conv])
+@pytest.mark.parametrize(
+    ("make", "few_heads"),
+    [(make_delta_net, 256), (make_delta_net, 0), (make_mamba, 256), (make_short_conv, 256)],
+)
 def test_same_as_over_the_cpu_ops(
-    make: Callable[[], nn.Module], step: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], few_heads: int, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In steps of few and of many heads: with the delta net's norm in its kernel and after it."""
     from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm, mamba2
 
     if torch.cuda.is_available():
@@ -99,6 +103,7 @@ def test_same_as_over_the_cpu_ops(
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3)
     expected, expected_states = run_step(layer, *STEPS[step])
+    monkeypatch.setattr(delta_rule, "_FEW_HEADS", few_heads)
     monkeypatch.setattr(state_layers, "has_step_ops", lambda tensor: True)
     for module in (causal_conv, delta_rule, gated_norm, mamba2):
         for name, function in module.OPS.items():

@@ -80,8 +80,7 @@ def _conv_kernel(
 ):
     """Walk over some tokens of a row for BLOCK channels; a row's first program moves its state.
 
-    A thread owns its channels (BLOCK is a multiple of the threads), so what it reads of the state
-    is read before it overwrites it.
+    Only a row's first chunk reads the old state, since CHUNK is at least TAPS - 1.
     """
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channels < num_channels
@@ -130,6 +129,7 @@ def _conv_kernel(
                 end - (TAPS - 1) + tap, begin, x, gate_in, state, channels, is_channel,
                 x_stride, in_stride, state_stride, has_state, HAS_GATES, TAPS,
             )  # fmt: skip
+            tl.debug_barrier()  # all threads have read before one overwrites
             tl.store(state + tap * state_stride + channels, value, mask=is_channel)
 
 

@@ -36,7 +36,7 @@ def _invert(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.cons
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    for level in range(1, LEVELS):
         is_corner = ((row >> (level + 1)) == (column >> (level + 1))) & (
             (row >> level) != (column >> level)
         )
@@ -233,6 +233,15 @@ def _delta_pass_kernel(
     tl.store(own, state_KV, mask=in_state)
 
 
+def _choose_value_block(most: int, q: Tensor, num_heads: int) -> int:
+    """Return how many columns of the state a program keeps; wide ones load keys less often."""
+    if q.dtype == torch.float32:
+        return 16
+    if most >= 64 and q.shape[2] <= 128 and num_heads * (most // 64) >= _MANY_PROGRAMS:
+        return 64
+    return min(most, 32)
+
+
 def run_delta_chunks(
     out_THV: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -271,17 +280,15 @@ def run_delta_chunks(
     _delta_chunk_kernel[count_places(num_tokens, num_rows, chunk), num_heads](
         by_state, by_value, attention, factors, q, k, v, *gates, cu_query_lens, scale, num_rows,
         num_tokens, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        HAS_L2NORM=l2norm, BLOCK_V=block_v, LEVELS=levels, num_warps=4, num_stages=1, **sizes,
+        HAS_L2NORM=l2norm, BLOCK_V=block_v, LEVELS=levels, num_warps=4 if chunk == 64 else 8,
+        num_stages=1, **sizes,
     )  # fmt: skip
-    block_v = min(block_v, 32)
-    if num_rows * num_heads * value_size // 64 >= _MANY_PROGRAMS and value_size % 64 == 0:
-        block_v = 64
-    if key_size > 128:
-        block_v = min(block_v, 32)
+    block_v = _choose_value_block(block_v, q, num_rows * num_heads)
     _delta_pass_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, by_state, by_value, attention, factors, q, k, state, state_offsets,
         cu_query_lens, num_computed, num_tokens,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],
         state.stride(0), state_offsets.stride(0),
-        BLOCK_V=block_v, num_warps=4, num_stages=2 if chunk == 64 else 1, **sizes,
+        BLOCK_V=block_v, num_warps=8 if block_v == 64 else 4,
+        num_stages=1, **sizes,
     )  # fmt: skip

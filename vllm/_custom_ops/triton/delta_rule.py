@@ -23,6 +23,7 @@ from vllm._custom_ops.triton.state_rows import is_single_step, load_row, softplu
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _MAX_TILE = 128 * 128  # numbers of a state that the registers of one program hold
+_FEW_HEADS = 256  # up to so many, whole heads fill the GPU once and a launch for the norm is saved
 _VALUE_BLOCK = 32
 
 
@@ -122,17 +123,20 @@ def _delta_step_kernel(
     is_key, is_value = keys < KEY, values < VALUE
     out += head * out_head + values
     if computed < 0:  # a padding row
-        for token in range(begin, end):
+        for step in range(0, end - begin):
             zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
-            tl.store(out + tl.cast(token, tl.int64) * out_stride, zeros, mask=is_value)
+            tl.store(out + (begin + step).to(tl.int64) * out_stride, zeros, mask=is_value)
         return
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (KEY * VALUE)
     own = own + keys[:, None] * VALUE + values[None, :]
     in_state = is_key[:, None] & is_value[None, :]
     state_KV = tl.load(own, mask=in_state & (computed > 0), other=0.0)
-    for index in range(begin, end):
-        token = tl.cast(index, tl.int64)
+    num_steps = (
+        1 if IS_AFTER else end - begin
+    )  # a loop of one turn is none, and takes fewer registers
+    for step in range(0, num_steps):
+        token = (begin + step).to(tl.int64)
         key_head = head // SHARE
         key = _load_key(k, token, k_stride, k_head, key_head, keys, is_key, HAS_L2NORM)
         query = _load_key(q, token, q_stride, q_head, key_head, keys, is_key, HAS_L2NORM) * scale
@@ -189,9 +193,10 @@ def _run_steps(
     q, k, v = qkv
     state_offsets, cu_query_lens, lens = rows
     _, num_heads, value_size = v.shape
-    key_size = q.shape[2]
+    key_size, num_rows = q.shape[2], state_offsets.shape[0]
     block_k, block_v = (triton.next_power_of_2(n) for n in (key_size, value_size))
-    has_norm = raw is not None and block_k * block_v <= _MAX_TILE
+    is_small = block_k * block_v <= _MAX_TILE and num_rows * num_heads <= _FEW_HEADS
+    has_norm = raw is not None and is_small
     if not has_norm:
         block_v = min(block_v, _VALUE_BLOCK)
     gate, a_log, dt_bias, weight, epsilon = (
@@ -199,7 +204,8 @@ def _run_steps(
         if raw is None
         else (raw.gate_THV, raw.a_log_H, raw.dt_bias_H, raw.weight_V, raw.epsilon)
     )
-    _delta_step_kernel[triton.cdiv(value_size, block_v), num_heads, state_offsets.shape[0]](
+    is_large = block_k * block_v >= _MAX_TILE
+    _delta_step_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, q, k, v, *gates, gate, a_log, dt_bias, weight, state, state_offsets,
         cu_query_lens, lens, scale, epsilon,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
@@ -214,10 +220,12 @@ def _run_steps(
         IS_AFTER=raw is not None,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=8 if block_k * block_v >= _MAX_TILE else 4,
+        num_warps=8 if is_large else 4,
+        maxnreg=128 if is_large else None,  # two programs a processor: one loads, one computes
     )  # fmt: skip
     if raw is not None and not has_norm:
-        out_TC, gate_TC = out_THV.flatten(1), raw.gate_THV.flatten(1)
+        # The rows' tokens come first; those of other rows may follow and are not to be touched.
+        out_TC, gate_TC = (t[:num_rows].flatten(1) for t in (out_THV, raw.gate_THV))
         gated_rms_norm(out_TC, out_TC, gate_TC, weight, epsilon, value_size, False)
 
 

@@ -31,6 +31,7 @@ from vllm._custom_ops.triton.state_rows import (
 )
 
 _STEP_TILE = 64 * 128  # numbers of a state that a program of the walk holds
+_FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
 _MANY_PROGRAMS = 256  # where whole heads give every processor its share
 
 
@@ -92,9 +93,9 @@ def _mamba_step_kernel(
     is_at, is_number = at < SIZE, numbers < STATE
     out += head * out_head + at
     if computed < 0:  # a padding row
-        for index in range(begin, end):
+        for index in range(0, end - begin):
             zeros = tl.zeros([BLOCK_P], out.dtype.element_ty)
-            tl.store(out + tl.cast(index, tl.int64) * out_stride, zeros, mask=is_at)
+            tl.store(out + (begin + index).to(tl.int64) * out_stride, zeros, mask=is_at)
         return
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (SIZE * STATE)
@@ -105,8 +106,11 @@ def _mamba_step_kernel(
     if IS_AFTER:
         rate = -tl.exp(rate)
     group = head // SHARE
-    for index in range(begin, end):
-        token = tl.cast(index, tl.int64)
+    num_steps = (
+        1 if IS_AFTER else end - begin
+    )  # a loop of one turn is none, and takes fewer registers
+    for index in range(0, num_steps):
+        token = (begin + index).to(tl.int64)
         step = tl.load(dt + token * dt_stride + head)
         step = _compute_dt(step, dt_bias, head, dt_min, dt_max, HAS_BIAS)
         value = tl.load(x + token * x_stride + head * x_head + at, mask=is_at, other=0.0)
@@ -293,8 +297,9 @@ class _Scan:
 def _run_steps(scan: _Scan, *, is_after: bool) -> None:
     head_size, state_size = scan.x.shape[2], scan.b.shape[2]
     block_n = triton.next_power_of_2(state_size)
-    block_p = min(triton.next_power_of_2(head_size), max(1, _STEP_TILE // block_n))
     num_rows, num_heads = scan.state_offsets.shape[0], scan.x.shape[1]
+    tile = _STEP_TILE if num_rows * num_heads > _FEW_HEADS else _STEP_TILE // 4
+    block_p = min(triton.next_power_of_2(head_size), max(1, tile // block_n))
     _mamba_step_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
         scan.out, scan.x, scan.dt, scan.a, scan.b, scan.c, scan.skip, scan.dt_bias, scan.state,
         scan.state_offsets, scan.cu_query_lens, scan.lens, scan.dt_min, scan.dt_max,
@@ -310,9 +315,8 @@ def _run_chunks(scan: _Scan) -> None:
     # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
     chunk, precision = (32, "tf32x3") if scan.x.dtype == torch.float32 else (64, "tf32")
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (state_size, head_size))
-    if num_rows * num_heads * head_size // 64 < _MANY_PROGRAMS or state_size > 128:
-        block_p = min(block_p, 32)
-    block_p = min(block_p, 64)
+    is_wide = num_rows * num_heads * head_size // 64 >= _MANY_PROGRAMS and state_size <= 128
+    block_p = min(block_p, 16 if chunk == 32 else 64 if is_wide else 32)
     shape = (num_tokens, num_groups, chunk)
     products = torch.empty(shape, dtype=torch.float32, device=scan.x.device)
     shared = {"GROUPS": num_groups, "BLOCK_N": block_n, "CHUNK": chunk, "PRECISION": precision}
@@ -324,7 +328,8 @@ def _run_chunks(scan: _Scan) -> None:
     _mamba_pass_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
         scan.out, products, scan.x, scan.dt, scan.a, scan.b, scan.c, scan.skip, scan.dt_bias,
         scan.state, scan.state_offsets, scan.cu_query_lens, scan.lens, scan.dt_min, scan.dt_max,
-        *scan.strides(), BLOCK_P=block_p, num_warps=4, num_stages=2 if chunk == 64 else 1,
+        *scan.strides(), BLOCK_P=block_p, num_warps=4 if block_p == 16 else 8,
+        num_stages=1,
         **shared, **scan.sizes(),
     )  # fmt: skip
 
