@@ -76,11 +76,13 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args, RowSc
   const Scale scale{filter.temperature, clean(most / filter.temperature)};
   Cut cut{0, 0};
   if (filter.has_cut(team.n)) cut = find_cut(team, filter, scale, most, low, shared);
-  const double uniform = draw_uniform(static_cast<uint64_t>(args.seeds[row]),
-                                      static_cast<uint64_t>(args.offsets[row]));
+  const auto draw = [&] {
+    return draw_uniform(static_cast<uint64_t>(args.seeds[row]),
+                        static_cast<uint64_t>(args.offsets[row]));
+  };
   if (cut.num_candidates > 0) {
     if (team.part != 0) return;
-    const int id = draw_candidate(cut, filter.min_p, scale, uniform, shared);
+    const int id = draw_candidate(cut, filter.min_p, scale, draw(), shared);
     if (threadIdx.x == 0) args.out_ids[row] = id;
     return;
   }
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args, RowSc
     return own < filter.min_p || order_of(x, id) < cut.order ? 0 : mass_of(own);
   };
   const RowSum sum = sum_row(team, weight, shared);
-  const int id = find_at_sum(team, sum, place_of(uniform, sum.total), weight, shared);
+  const int id = find_at_sum(team, sum, place_of(draw(), sum.total), weight, shared);
   if (id >= 0 && threadIdx.x == 0) args.out_ids[row] = id;
 }
 

@@ -80,18 +80,17 @@ class DrawColumnCache:
 
     def get(self, requests: Sequence[DrawRequest], device: torch.device) -> DrawColumns:
         """Return the columns of a step's draws."""
-        offsets = np.array(
-            [r.num_outputs for r in requests for _ in range(r.num_samples)], dtype=np.int64
-        )
         columns = self._columns
         if columns is None or device != self._device or not self._has_rows_of(requests):
             self._states = [r.state for r in requests]
             self._samples = [r.num_samples for r in requests]
             self._device = device
-            columns = make_columns(requests, offsets, device)
+            self._offsets = _list_offsets(requests)
+            columns = make_columns(requests, self._offsets, device)
         elif columns.parameters is not None:
-            columns = replace(columns, parameters=self._move(columns.parameters, offsets))
-        self._columns, self._offsets = columns, offsets
+            parameters = self._move(columns.parameters, _list_offsets(requests))
+            columns = replace(columns, parameters=parameters)
+        self._columns = columns
         return columns
 
     def _has_rows_of(self, requests: Sequence[DrawRequest]) -> bool:
@@ -102,11 +101,16 @@ class DrawColumnCache:
 
     def _move(self, parameters: DrawParameters, offsets: NDArray[np.int64]) -> DrawParameters:
         """Return the parameters of the same draws at other places of their random streams."""
-        if np.array_equal(offsets, self._offsets):
+        before, self._offsets = self._offsets, offsets
+        if np.array_equal(offsets, before):
             return parameters
-        if np.array_equal(offsets, self._offsets + 1):
+        if np.array_equal(offsets, before + 1):
             return replace(parameters, offsets=parameters.offsets + 1)
         return replace(parameters, offsets=upload([offsets], self._device)[0])
+
+
+def _list_offsets(requests: Sequence[DrawRequest]) -> NDArray[np.int64]:
+    return np.array([r.num_outputs for r in requests for _ in range(r.num_samples)], dtype=np.int64)
 
 
 def make_columns(

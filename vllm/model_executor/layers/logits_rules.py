@@ -90,7 +90,8 @@ def apply_rules(logits_V: Tensor, state: SamplingState, num_outputs: int) -> str
             inside = [token for token in banned if 0 <= token < vocab]
             tensors["banned"] = upload([np.array(inside, dtype=np.int64)], logits_V.device)
             state.banned = banned
-        logits_V.index_fill_(0, *tensors["banned"], _NEVER)
+        [banned_ids] = tensors["banned"]
+        logits_V.index_fill_(0, banned_ids, _NEVER)
     return None
 
 

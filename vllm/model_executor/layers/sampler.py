@@ -105,7 +105,8 @@ class PendingSamples:
             ]
         entries: dict[int, TokenLogprobs] = {}
         if tables:
-            found = read_logprobs(*tables, self.columns.num_logprobs)
+            values, chosen, ranks = tables
+            found = read_logprobs(values, chosen, ranks, self.columns.num_logprobs)
             entries = dict(zip(self.columns.wanted, found, strict=True))
         results = []
         first = 0
@@ -230,12 +231,13 @@ def _launch_wanted(
     logits_SV: Tensor, columns: DrawColumns, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the logprobs of the draws that want them."""
-    rows, parameters = columns.wanted_rows, columns.parameters
-    filters = None if parameters is None else parameters.filters
+    filters: Sequence[Tensor] = ()
+    if columns.parameters is not None:
+        filters = columns.parameters.filters
+    rows = columns.wanted_rows
     if rows is not None:
         logits_SV, ids = logits_SV[rows], ids[rows]
-        if filters is not None:
-            filters = tuple(column[rows] for column in filters)
-    if filters is not None:
+        filters = [column[rows] for column in filters]
+    if filters:
         filter_logits(logits_SV, *filters)
     return launch_logprobs(logits_SV, ids, columns.num_logprobs)
