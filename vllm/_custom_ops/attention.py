@@ -1,8 +1,9 @@
-"""Door of paged attention, one op for prefill, decode and anything between.
+"""Doors of attention: over a paged cache for prefill, decode and anything between; within prompts.
 
-Called by `attention/backends/cpu.py`. Naive twin: `_custom_ops/naive/attention.py`. The compiled op
-checks its arguments; nothing here computes. The result of a row depends on that row alone, bit for
-bit: not on the batch, the chunk, or whether a key comes from the cache or is fresh.
+Called by `attention/backends/cpu.py` and `layers/mla.py`. Naive twins:
+`_custom_ops/naive/attention.py`. The kernels check their arguments; nothing here computes. On a CPU
+the result of a row depends on that row alone, bit for bit: not on the batch, the chunk, or whether
+a key comes from the cache or is fresh.
 """
 
 from __future__ import annotations
@@ -76,3 +77,30 @@ def paged_attention(
         fresh_key_THD,
         fresh_value_THD,
     )
+
+
+def prompt_attention(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_query_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> None:
+    """Attend causally within whole prompts, none of which has anything in a cache; GPUs only.
+
+    Args:
+        out_THD: like `query_THD`; overwritten.
+        query_THD: float32, float16 or bfloat16 [T, H, D], D a multiple of 8 up to 640, contiguous
+            in D.
+        key_THD: [T, Hkv, D].
+        value_THD: same.
+        cu_query_lens: int32 [B + 1].
+        max_query_len: no prompt is longer.
+        scale: factor of the logits.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.prompt_attention(out_THD, query_THD, key_THD, value_THD, cu_query_lens, max_query_len, scale)

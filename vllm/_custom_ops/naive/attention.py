@@ -1,9 +1,11 @@
-"""Paged attention in plain PyTorch: the twin of `_custom_ops/attention.py`.
+"""Attention in plain PyTorch: the twins of `_custom_ops/attention.py`.
 
-Read by tests and by anyone who wants to know what the op means. Never called by the engine.
+Read by tests and by anyone who wants to know what the ops mean. Never called by the engine.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,6 +51,28 @@ def paged_attention(
         else:
             weights = torch.softmax(logits, -1)
         out_THD[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out_THD.dtype)
+
+
+def prompt_attention(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_query_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> None:
+    """Attend within each prompt, causally, softmax in float32."""
+    group = query_THD.shape[1] // key_THD.shape[1]
+    bounds = cu_query_lens.tolist()
+    for begin, end in pairwise(bounds):
+        key, value = (
+            x[begin:end].float().repeat_interleave(group, 1) for x in (key_THD, value_THD)
+        )
+        logits = torch.einsum("qhd,khd->hqk", query_THD[begin:end].float(), key) * scale
+        is_seen = torch.ones_like(logits[0], dtype=torch.bool).tril()
+        weights = torch.softmax(logits.masked_fill(~is_seen, float("-inf")), -1)
+        out_THD[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out_THD.dtype)
 
 
 def _gather_rows(

@@ -1,6 +1,6 @@
-"""Triton twin of `_custom_ops/attention.py`, and the entry that knows more than the op is told.
+"""Triton twins of `_custom_ops/attention.py`, and the entry that knows more than an op is told.
 
-`paged_attention` is registered for CUDA tensors by `table.py`. `attend` is called by the backend
+The ops are registered for CUDA tensors by `table.py`. `attend` is called by the backend
 `triton`, which knows on the host which rows have one new token and how long rows are at most.
 """
 
@@ -88,4 +88,41 @@ def attend(
         prefill_attention(args, num_decode_rows, num_prompts, max_query_len, min_query_len=1)
 
 
-OPS = {"paged_attention": paged_attention}
+def prompt_attention(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_query_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> None:
+    """See the door."""
+    args = AttentionArgs(
+        out=out_THD,
+        query=query_THD,
+        key_cache=None,
+        value_cache=None,
+        block_offsets=None,
+        cu_query_lens=cu_query_lens,
+        seq_lens=cu_query_lens.diff(),
+        scale=scale,
+        window=0,
+        soft_cap=0.0,
+        sinks=None,
+        sink_tokens=0,
+        chunk_tokens=0,
+        fresh_key=key_THD,
+        fresh_value=value_THD,
+    )
+    args.check()
+    prefill_attention(args, 0, args.seq_lens.shape[0], max_query_len, min_query_len=1)
+
+
+OPS = {"paged_attention": paged_attention, "prompt_attention": prompt_attention}
+SCHEMAS = {
+    "prompt_attention": (
+        "prompt_attention(Tensor(a!) out, Tensor query, Tensor key, Tensor value, "
+        "Tensor cu_query_lens, int max_query_len, float scale) -> ()"
+    ),
+}

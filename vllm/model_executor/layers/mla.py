@@ -5,7 +5,7 @@ heads are made from) and the key part with positions, the same for all heads. At
 absorbed form for prefill and decode alike: each head's query is brought into the space of the
 latents, and what it reads there is brought back by the head's value matrix. To expand cached rows
 for prompts would take fewer operations, but other roundings, and the bits of a token would depend
-on the chunk that it came in.
+on the chunk that it came in. On a GPU, where they do so anyway, whole long prompts are expanded.
 
 Shapes: T tokens, E hidden size, H heads of this rank, N size of a head's query without positions,
 R size with positions, L size of a latent, V size of a head's value.
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops.attention import prompt_attention
+from vllm._custom_ops.cache import reshape_and_cache
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import CacheField, Full, LayerCacheSpec
@@ -38,6 +40,9 @@ from vllm.utils.tensors import from_torch_dtype
 
 LATENT_NORM_EPSILON = 1e-6
 """Of the norms of latents; the config's rms_norm_eps is that of the other norms."""
+
+MIN_EXPANDED_TOKENS = 256
+"""Of the longest prompt of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +125,39 @@ class LatentExpansion(PackedModule):
         """Write each head's query in the space of the latents."""
         if self.key_packed is None:
             keys_HNL, _ = self._split()
-            out_THL.copy_(torch.einsum("thn,hnl->thl", query_THN, keys_HNL))
+            torch.bmm(query_THN.transpose(0, 1), keys_HNL, out=out_THL.transpose(0, 1))
             return
         for head in range(self.num_heads):
             linear_ops.linear(out_THL[:, head], query_THN[:, head], self.key_packed[head])
 
     def expand_value(self, read_THL: Tensor) -> Tensor:
         """Return the values that the heads have read as latents, [T, H, V]."""
+        out_THV = read_THL.new_empty(read_THL.shape[0], self.num_heads, self._sizes.value)
         if self.value_packed is None:
             _, values_HVL = self._split()
-            return torch.einsum("thl,hvl->thv", read_THL, values_HVL)
-        out_THV = read_THL.new_empty(read_THL.shape[0], self.num_heads, self._sizes.value)
+            out_HTV = out_THV.transpose(0, 1)
+            torch.bmm(read_THL.transpose(0, 1), values_HVL.transpose(1, 2), out=out_HTV)
+            return out_THV
         for head in range(self.num_heads):
             linear_ops.linear(out_THV[:, head], read_THL[:, head], self.value_packed[head])
         return out_THV
+
+    def expand_rows(self, row_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all heads, both [T, H, N + R], from rows of the cache.
+
+        A value has V elements and then zeros, so that it is as long as a key. Needs the matrix as
+        loaded.
+        """
+        assert self.weight is not None, "the matrix is packed"
+        sizes = self._sizes
+        made_TX = torch.nn.functional.linear(row_TD[:, : sizes.latent], self.weight)
+        made_THX = made_TX.unflatten(1, (self.num_heads, -1))
+        key_THD = row_TD.new_empty(len(row_TD), self.num_heads, sizes.nope + sizes.rope)
+        key_THD[:, :, : sizes.nope] = made_THX[:, :, : sizes.nope]
+        key_THD[:, :, sizes.nope :] = row_TD[:, None, sizes.latent :]
+        value_THD = key_THD.new_zeros(key_THD.shape)
+        value_THD[:, :, : sizes.value] = made_THX[:, :, sizes.nope :]
+        return key_THD, value_THD
 
     def _split(self) -> tuple[Tensor, Tensor]:
         assert self.weight is not None
@@ -232,6 +256,9 @@ class LatentAttentionBlock(nn.Module):
         row_T1D = self.latent_down(x_TE).unsqueeze(1)
         self.latent_norm.apply_in_place(row_T1D[:, :, : sizes.latent])
         self.rope(batch.positions, asked_THD[:, :, sizes.nope :], row_T1D[:, :, sizes.latent :])
+        if x_TE.is_cuda and are_worth_expanding(batch, sizes):
+            value_THV = self.attend_expanded(asked_THD, row_T1D, batch, attention)
+            return self.out(value_THV.flatten(1))
         query_THD = asked.new_empty(*asked_THD.shape[:2], sizes.row)
         self.expansion.absorb_query(asked_THD[:, :, : sizes.nope], query_THD[:, :, : sizes.latent])
         query_THD[:, :, sizes.latent :] = asked_THD[:, :, sizes.nope :]
@@ -239,10 +266,48 @@ class LatentAttentionBlock(nn.Module):
         value_THV = self.expansion.expand_value(read_THD[:, :, : sizes.latent])
         return self.out(value_THV.flatten(1))
 
+    def attend_expanded(
+        self, asked_THD: Tensor, row_T1D: Tensor, batch: ForwardBatch, attention: AttentionState
+    ) -> Tensor:
+        """Store the rows of whole prompts and attend to keys and values of each head, [T, H, V].
+
+        Args:
+            asked_THD: queries of N + R elements.
+            row_T1D: rows of the cache.
+            batch: a step of whole prompts.
+            attention: caches of all layers.
+        """
+        cache = attention.caches[self.attention.layer]
+        assert cache is not None, f"layer {self.attention.layer} has no cache bound to it"
+        field = cache.tensors[0]
+        reshape_and_cache(row_T1D, row_T1D, field, field, batch.groups[cache.group].slots)
+        key_THD, value_THD = self.expansion.expand_rows(row_T1D[:, 0])
+        read_THD = torch.empty_like(key_THD)
+        prompt_attention(
+            read_THD,
+            asked_THD,
+            key_THD,
+            value_THD,
+            batch.cu_query_lens,
+            batch.max_query_len,
+            self._sizes.scale,
+        )
+        return read_THD[:, :, : self._sizes.value]
+
     def _project_query(self, x_TE: Tensor) -> Tensor:
         if self.query_down is None or self.query_norm is None:
             return x_TE
         return self.query_norm.apply_in_place(self.query_down(x_TE))
+
+
+def are_worth_expanding(batch: ForwardBatch, sizes: LatentSizes) -> bool:
+    """Whether a step is whole prompts, long enough for the saved operations to pay the launches."""
+    return (
+        batch.max_query_len >= MIN_EXPANDED_TOKENS
+        and sizes.value <= sizes.nope + sizes.rope
+        and bool(batch.computed_lens_cpu)
+        and not any(batch.computed_lens_cpu)
+    )
 
 
 def _pack_heads(weight_HNK: Tensor) -> Tensor:
