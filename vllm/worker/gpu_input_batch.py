@@ -225,6 +225,8 @@ class GpuInputBatch(InputBatch):
             max_query_len=int(new.max()),
             max_seq_len=max_seq_len,
             num_decode_rows=int(np.count_nonzero(new == 1)),
+            new_lens_cpu=tuple(new.tolist()),
+            computed_lens_cpu=tuple(computed.tolist()),
         )
 
     def _send_changes(self) -> None:

@@ -176,6 +176,8 @@ def _make_prefill(
         max_query_len=longest,
         max_seq_len=longest,
         num_decode_rows=lens.count(1),
+        new_lens_cpu=tuple(lens),
+        computed_lens_cpu=(0,) * len(lens),
     )
 
 
