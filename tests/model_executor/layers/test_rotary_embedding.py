@@ -206,6 +206,18 @@ def test_growing_keeps_the_bits_of_the_rows_that_exist(name: str) -> None:
     assert torch.equal(rope.cos_sin, compute_table(rope.spec, 0, len(rope.cos_sin)))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_table_is_whole_from_the_start_on_a_gpu() -> None:
+    settings = {"rope_type": "default", "rope_theta": 10000.0}
+    with torch.device("cuda"):
+        rope = get_rope(16, settings, max_positions=3000, max_model_len=3000)
+    address = rope.cos_sin.data_ptr()
+    rope.reserve(3000)
+    assert rope.cos_sin.data_ptr() == address
+    assert torch.equal(rope.cos_sin.cpu(), compute_table(rope.spec, 0, 3000))
+
+
 # Case C30: head size 8, theta 10000, max_position_embeddings 256.
 C30 = {
     "old": ({"type": "linear", "factor": 2.0}, [0.5, 0.05, 0.005, 0.0005]),

@@ -221,7 +221,7 @@ class RotaryEmbedding(nn.Module):
         self.spec = spec
         self.is_neox = is_neox
         device = torch.get_default_device()
-        num_rows = _MIN_ROWS if device.type == "cpu" else max(_MIN_ROWS, spec.max_model_len)
+        num_rows = max(_MIN_ROWS, spec.max_model_len) if device.type == "cuda" else _MIN_ROWS
         rows = compute_table(spec, 0, num_rows)
         self.register_buffer("cos_sin", rows.to(device), persistent=False)
 
