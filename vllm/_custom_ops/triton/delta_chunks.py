@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row
+from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _MANY_PROGRAMS = 512  # where wider slices of the state still give every processor its share
@@ -43,12 +43,6 @@ def _invert(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.cons
         corner = tl.dot(inverse, tl.where(is_corner, below, 0.0), input_precision=PRECISION)
         inverse -= tl.dot(corner, inverse, input_precision=PRECISION)
     return inverse
-
-
-@triton.jit
-def _load_tile(x, tokens, at, is_token, is_at, stride):
-    mask = is_token[:, None] & is_at[None, :]
-    return tl.load(x + tokens[:, None] * stride + at[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -117,8 +111,8 @@ def _delta_chunk_kernel(
 
     decay = tl.cumsum(tl.load(g + tokens * HEADS + head, mask=is_token, other=0.0), axis=0)
     rate = tl.load(beta + tokens * HEADS + head, mask=is_token, other=0.0)
-    key = _load_tile(k + head // SHARE * k_head, tokens, keys, is_token, is_key, k_stride)
-    query = _load_tile(q + head // SHARE * q_head, tokens, keys, is_token, is_key, q_stride)
+    key = load_tile(k + head // SHARE * k_head, tokens, keys, is_token, is_key, k_stride)
+    query = load_tile(q + head // SHARE * q_head, tokens, keys, is_token, is_key, q_stride)
     key_factor = tl.full([CHUNK], 1.0, tl.float32)
     query_factor = tl.full([CHUNK], 1.0, tl.float32) * scale
     if HAS_L2NORM:  # as factors of the products, so that operands are not rounded again
@@ -138,7 +132,7 @@ def _delta_chunk_kernel(
     attention += head * CHUNK
     _store_tile(attention, scores, tokens, at, is_token, at < CHUNK, HEADS * CHUNK)
 
-    value = _load_tile(v + head * v_head, tokens, values, is_token, is_value, v_stride)
+    value = load_tile(v + head * v_head, tokens, values, is_token, is_value, v_stride)
     made = tl.dot((inverse * rate[None, :]).to(dtype), value, input_precision=PRECISION)
     _store_tile(by_value + head * VALUE, made, tokens, values, is_token, is_value, HEADS * VALUE)
     inverse *= (rate * tl.exp(decay) * key_factor)[None, :]
@@ -207,13 +201,13 @@ def _delta_pass_kernel(
     for first in range(begin, end, CHUNK):
         is_token = first + at < end
         tokens = (first + at).to(tl.int64)
-        solved = _load_tile(by_state + head * KEY, tokens, keys, is_token, is_key, HEADS * KEY)
-        change = _load_tile(
+        solved = load_tile(by_state + head * KEY, tokens, keys, is_token, is_key, HEADS * KEY)
+        change = load_tile(
             by_value + head * VALUE, tokens, values, is_token, is_value, HEADS * VALUE
         )
-        query = _load_tile(q, tokens, keys, is_token, is_key, q_stride)
-        key = _load_tile(k, tokens, keys, is_token, is_key, k_stride)
-        scores = _load_tile(
+        query = load_tile(q, tokens, keys, is_token, is_key, q_stride)
+        key = load_tile(k, tokens, keys, is_token, is_key, k_stride)
+        scores = load_tile(
             attention + head * CHUNK, tokens, at, is_token, at < CHUNK, HEADS * CHUNK
         )
         decay = tl.load(factors + tokens, mask=is_token, other=0.0)

@@ -1,6 +1,6 @@
-"""What the kernels of layers with a state share: where rows and their chunks lie, and softplus.
+"""What the kernels of layers with a state share: where rows and their chunks lie, tiles, softplus.
 
-Inlined into the kernels of `causal_conv.py`, `delta_rule.py`, `delta_chunks.py` and `mamba2.py`.
+Inlined into the kernels of `causal_conv.py`, `delta_*.py` and `mamba2*.py`.
 
 Tokens are worked on in chunks that never cross rows. Row b's chunks have the places cu[b] // CHUNK
 + b onwards, which never overlap: a row of n tokens that begins at c fills ceil(n / CHUNK) <=
@@ -61,3 +61,10 @@ def softplus(x):
     power = tl.exp(-tl.abs(x))
     series = power * (1.0 - power * (0.5 - power * (1.0 / 3.0 - power * 0.25)))
     return tl.maximum(x, 0.0) + tl.where(power < 0.015625, series, tl.log(1.0 + power))
+
+
+@triton.jit
+def load_tile(x, tokens, at, is_token, is_at, stride):
+    """Load rows of a matrix, zero where a token or a column is none."""
+    mask = is_token[:, None] & is_at[None, :]
+    return tl.load(x + tokens[:, None] * stride + at[None, :], mask=mask, other=0.0)
