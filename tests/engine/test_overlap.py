@@ -176,6 +176,15 @@ def test_the_end_of_sequence_is_the_last_token(tiny_models: TinyModels) -> None:
         assert steps <= engine._core.num_steps + 3, "one over-run at the end, hardly more"
 
 
+def test_nothing_runs_any_more_when_the_last_answer_is_given(tiny_models: TinyModels) -> None:
+    """A caller who stops to step has blocks and checkpoints where the next prompt finds them."""
+    with run_engine(tiny_models.chain(chain_text("abcdef")), 2) as engine:
+        engine.add_request("r", {"prompt_token_ids": [ord("a")]}, greedy())
+        while not any(output.finished for output in engine.step()):
+            assert engine.has_unfinished_requests()
+        assert not engine.has_unfinished_requests()
+
+
 def test_beam_search(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     beams = []
     for steps in (1, 2):
