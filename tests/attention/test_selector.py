@@ -190,7 +190,44 @@ def test_each_device_has_a_last_resort() -> None:
     assert set(rank_kernels("cpu")) | set(rank_kernels("cuda")) == set(KERNELS)
 
 
-def test_a_kernel_that_is_not_there_is_a_clear_error() -> None:
-    missing = next(n for n, row in KERNELS.items() if row.module is None)
-    with pytest.raises(KernelError, match="not part of this version"):
-        table.load_backend(missing)
+def test_a_kernel_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(KERNELS["cpu"], name="planned", module=None)
+    monkeypatch.setitem(KERNELS, "planned", row)
+    for missing in ("planned", "unknown"):
+        with pytest.raises(KernelError, match="not part of this version"):
+            table.load_backend(missing)
+
+
+GPU = dataclasses.replace(
+    QUERY, device="cuda", capability=(9, 0), dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16
+)
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("triton", {"capability": (7, 5)}, "below"),
+    ("triton", {"head_size": 648}, "head_size"),
+    ("triton", {"kv_dtype": DType.FLOAT8_E4M3}, "kv_dtype"),
+    ("flashattn3", {"capability": (8, 0)}, "9.x"),
+    ("flashattn3", {"sink_tokens": 4}, "sink_tokens"),
+    ("flashattn", {"dtype": DType.FLOAT32}, "dtype"),
+    ("flashattn", {"head_size": 576}, "head_size"),
+    ("flashattn", {"has_one_field": True}, "has_one_field"),
+    ("flashattn", {"has_sink_logits": True}, "has_sink_logits"),
+    ("xformers", {"window": 128}, "window"),
+    ("xformers", {"soft_cap": 30.0}, "soft_cap"),
+    ("xformers", {"chunk_tokens": 64}, "chunk_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "reason"), REFUSED)
+def test_gpu_kernels_refuse_what_they_cannot(
+    monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    backend = load_backend(name)
+    assert backend.supports(GPU) is None
+    assert reason in (backend.supports(dataclasses.replace(GPU, **fields)) or "")
+
+
+@pytest.mark.parametrize("name", ["triton", "flashattn", "flashattn3", "xformers"])
+def test_gpu_kernels_refuse_without_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "no CUDA device" in (load_backend(name).supports(GPU) or "")

@@ -46,14 +46,14 @@ KERNELS: dict[str, KernelRow] = {
         ),
         KernelRow(
             name="flashattn3",
-            module=None,
+            module="vllm.attention.backends.flash_attn3:FlashAttn3Backend",
             devices=("cuda",),
             package=("flash_attn_interface", "flash-attn-3"),
             rank=(("cuda", 0),),
         ),
         KernelRow(
             name="flashattn",
-            module=None,
+            module="vllm.attention.backends.flash_attn:FlashAttnBackend",
             devices=("cuda",),
             package=("flash_attn", "flash-attn"),
             env_names=("FLASH_ATTN",),
@@ -68,7 +68,7 @@ KERNELS: dict[str, KernelRow] = {
         ),
         KernelRow(
             name="xformers",
-            module=None,
+            module="vllm.attention.backends.xformers:XformersBackend",
             devices=("cuda",),
             package=("xformers", "xformers"),
             env_names=("XFORMERS",),
