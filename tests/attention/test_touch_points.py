@@ -25,9 +25,9 @@ class ToyBackend(TorchBackend):
         type(self).num_plans += 1
         return super().plan(batch, group)
 
-    def forward(self, *arguments):
+    def forward(self, *arguments, **options):
         type(self).num_layers += 1
-        super().forward(*arguments)
+        super().forward(*arguments, **options)
 
 
 @pytest.fixture
