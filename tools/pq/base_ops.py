@@ -48,7 +48,9 @@ def find_link_command(library: str) -> tuple[Path, list[str]] | None:
 def has_same_sources(base: Path, folder: str, words: list[str]) -> bool:
     """Whether the C++ files of the base are those of this tree, and all are among the objects."""
     linked = {match[1] for word in words if (match := _SOURCE.search(word))}
-    files = [path.relative_to(base) for path in base.glob("csrc/**/*") if path.is_file()]
+    others = tuple(other for other in _LIBRARIES.values() if other != folder)
+    paths = [path.relative_to(base) for path in base.glob("csrc/**/*") if path.is_file()]
+    files = [path for path in paths if not str(path).startswith(others)]
     wanted = {str(p) for p in files if p.suffix in (".cpp", ".cu") and str(p).startswith(folder)}
     same = all(filecmp.cmp(base / path, ROOT / path, shallow=False) for path in files)
     return same and wanted <= linked
