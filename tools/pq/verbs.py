@@ -210,7 +210,7 @@ def rebase(root: Path, onto: str, *, as_json: bool, branch: str | None) -> int:
     else:
         for row in rows:
             watch = f"  re-read: {', '.join(row.watched)}" if row.watched else ""
-            detail = row.detail.partition("\n")[0]
+            detail = row.detail.strip().rpartition("\n")[2]
             print(f"{row.name:32} {row.state:16} {detail}{watch}")
     failed = any(row.state in ("conflict", "target missing") for row in rows)
     if branch and not failed:
