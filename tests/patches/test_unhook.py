@@ -85,17 +85,20 @@ def test_a_hook_in_a_file_that_is_gone_is_named(fork: Path) -> None:
         verbs.refresh(fork, [], base=True)
 
 
-def test_a_new_hook_becomes_the_last_patch(fork: Path) -> None:
+@pytest.mark.parametrize("name", ["0003-last", "0001-x"])
+def test_a_new_hook_becomes_a_patch(fork: Path, name: str) -> None:
     edit(fork, "line 30\n", "line 30\nnew hook\n")
-    message = make_message("0003-new")
-    with pytest.raises(QueueError, match="must come after"):
-        verbs.add(fork, "0002-a", message, ["engine.txt"])
+    message = make_message(name)
+    with pytest.raises(QueueError, match="there is a patch"):
+        verbs.add(fork, "0002-engine", message, ["engine.txt"])
     with pytest.raises(QueueError, match="nothing was edited"):
-        verbs.add(fork, "0003-new", message, ["table.txt"])
-    assert verbs.add(fork, "0003-new", message, ["engine.txt"]) == 0
+        verbs.add(fork, name, message, ["table.txt"])
+    assert verbs.add(fork, name, message, ["engine.txt"]) == 0
     assert verbs.refresh(fork, [], base=True) == 0
     assert verbs.verify(fork) == 0
-    assert "+new hook" in read_patch(fork, "0003-new")
+    assert "+new hook" in read_patch(fork, name)
+    listed = (fork / "patches" / "series").read_text().split()
+    assert listed == sorted(listed) and len(listed) == 3
 
 
 def test_the_last_commit_is_read_when_asked(fork: Path) -> None:

@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--base", action="store_true", help="also record an edited base")
     command.add_argument("--head", action="store_true", help=_HEAD)
     command = sub.add_parser("add", help="make a new patch of edits since the last commit")
-    command.add_argument("name", help="NNNN-concern, after the last one")
+    command.add_argument("name", help="NNNN-concern; its number says where in the series")
     command.add_argument("paths", nargs="+", metavar="PATH")
     command.add_argument("-F", "--file", type=Path, required=True, help="subject, why, trailers")
     command = sub.add_parser("rebase", help="try the series on another base")

@@ -185,16 +185,17 @@ def refresh(root: Path, names: list[str], *, base: bool, head: bool = False) -> 
 
 
 def add(root: Path, name: str, message: str, paths: list[str]) -> int:
-    """Make a new, last patch of what was edited in some files since the last commit."""
+    """Make a new patch of what was edited in some files since the last commit."""
     store, series = GitStore(root), load_series(root)
-    last = series.patches[-1]
-    if name <= last.name:
-        raise QueueError(f"{name!r} must come after {last.name!r}: a new patch is the last one")
+    if name in [patch.name for patch in series.patches]:
+        raise QueueError(f"there is a patch {name!r} already; run: refresh --base {name}")
     tree = store.working_tree()
     diff = store.diff(store.with_files_of(tree, "HEAD", paths), tree)
     if not diff:
         raise QueueError(f"nothing was edited in {', '.join(paths)} since the last commit")
-    write_series(root, (*series.patches, make_patch(name, message, last.author, last.date, diff)))
+    like = series.patches[-1]
+    new = make_patch(name, message, like.author, like.date, diff)
+    write_series(root, tuple(sorted((*series.patches, new), key=lambda patch: patch.name)))
     print(f"pq add: {name}; now run: python -m tools.pq refresh --base")
     return 0
 
