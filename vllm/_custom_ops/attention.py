@@ -39,7 +39,8 @@ def paged_attention(
 
     Args:
         out_THD: like `query_THD`; overwritten.
-        query_THD: float32 or bfloat16 [T, H, D], D a multiple of 8 up to 640, contiguous in D.
+        query_THD: float32 or bfloat16 (on a GPU float16 too) [T, H, D], D a multiple of 8 up to
+            640, contiguous in D.
         key_cache: [num_units, block_tokens, Hkv, D] view, stride(0) = 256 bytes.
         value_cache: same.
         block_offsets_BN: int32; (b, i) is the unit in which positions i * block_tokens … of row b

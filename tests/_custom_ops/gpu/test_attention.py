@@ -197,6 +197,23 @@ def test_a_graph_serves_rows_of_other_lengths() -> None:
         assert_near(list(eager[:keep]), expected)
 
 
+def test_whole_prompts_need_no_cache() -> None:
+    from vllm._custom_ops.triton.attention import prompt_attention
+
+    rows = Rows([(0, 1500), (0, 3), (0, 129)], 16, 16, 192)
+    args = rows.make_args(PLAIN, [0, 1, 2])
+    prompt_attention(
+        args.out,
+        args.query,
+        args.fresh_key,
+        args.fresh_value,
+        args.cu_query_lens,
+        1500,
+        PLAIN.scale,
+    )
+    assert_near(list(args.out.split(rows.new)), rows.expect(PLAIN))
+
+
 def test_torchs_attention_of_equal_prompts() -> None:
     from vllm.attention.backends.triton import attend_equal_prompts
 

@@ -36,6 +36,7 @@ from vllm._custom_ops.triton.attention_tile import (
     store_zeros,
     tile_positions,
 )
+from vllm.errors import KernelError
 
 _MAX_ARRIVALS = 1 << 16
 _UNROLL = tl.constexpr(4)
@@ -302,9 +303,14 @@ def decode_attention(
 
 @functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """Return the counters of a device, int32 zeros between launches.
+    """Return the counters of a device, int32 zeros between launches on its one stream.
 
-    Launches that share them must follow each other on one stream. The first call must not be
-    captured into a graph: the zeros would be written when the graph runs, not now.
+    Raises:
+        KernelError: first asked for while a graph is captured, which would record their zeroing.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise KernelError(
+            "attention cannot run for the first time while a CUDA graph is captured; run the step "
+            "once before the capture"
+        )
     return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
