@@ -74,15 +74,18 @@ inline int count_parts(int64_t rows, int n, int blocks) {
 }
 
 // Launches kernel(args, scratch) on a team of blocks for each row. Blocks of a team wait for each
-// other: there are never more than multiprocessors, and the launch is cooperative.
+// other: there are never more than run at once, and the launch is cooperative.
 template <typename Args>
 void launch_teams(const char* op, void (*kernel)(Args, RowScratch*), Args args,
                   const Tensor& logits) {
   const int64_t rows = logits.size(0);
   if (rows == 0) return;
   const LaunchScope scope(logits);
-  const int parts = count_parts(rows, static_cast<int>(logits.size(1)),
-                                count_multiprocessors(logits.get_device_index()));
+  int of_processor = 0;
+  throw_on_error(op,
+                 cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, 0));
+  const int blocks = of_processor * count_multiprocessors(logits.get_device_index());
+  const int parts = count_parts(rows, static_cast<int>(logits.size(1)), blocks);
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(parts));
   if (parts == 1) {
     kernel<<<grid, kThreads, 0, scope.stream()>>>(args, nullptr);

@@ -262,6 +262,45 @@ def test_rows_of_a_mixed_batch_equal_rows_alone() -> None:
         assert together[row] == sample_one(logits[row], state, num_samples=n)
 
 
+def test_steps_of_one_sampler_equal_steps_of_many() -> None:
+    """Columns that are kept from step to step: rows stay, move on, skip, change, come back."""
+    kinds = [
+        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": (5, 6)},
+        {"temperature": 1.0, "seed": 4, "top_k": 8},
+        {"temperature": 1.2, "seed": 6, "num_logprobs": 2, "bad_words_token_ids": ((4,), (4, 9))},
+        {"temperature": 0.9, "seed": 5, "allowed_token_ids": (4, 8, 9), "logit_bias": {8: 1.0}},
+    ]
+    states = [make_state(output=[4], **kind) for kind in kinds]
+    steps = [([0, 1, 2, 3], 1, skip) for skip in (1, 2, 3, 3, 9)]
+    steps += [([0, 1, 2], 1, 10), ([2, 1, 0], 1, 11), ([2, 1, 0], 2, 12), ([0], 1, 13)]
+    one = Sampler()
+    for number, (rows, num_samples, num_outputs) in enumerate(steps):
+        requests = [
+            SampleRequest(states[row], num_samples, num_outputs=num_outputs) for row in rows
+        ]
+        fresh = [
+            SampleRequest(
+                make_state(output=[4], **kinds[row]), num_samples, num_outputs=num_outputs
+            )
+            for row in rows
+        ]
+        logits = draw_logits(len(rows), number)
+        pending = one.start(logits.clone(), requests)
+        expected = Sampler()(logits, fresh)
+        assert pending.wait() == expected
+        assert pending.next_ids.tolist() == [result.token_ids[0] for result in expected]
+
+
+def test_the_offset_is_that_of_the_request() -> None:
+    """A state may not know yet of the tokens that are on their way."""
+    logits = draw_logits(1, 3)
+    late = make_state(temperature=2.0, seed=3)
+    for count in range(20):
+        told = make_state(output=[7] * count, temperature=2.0, seed=3)
+        [found] = Sampler()(logits.clone(), [SampleRequest(late, num_outputs=count)])
+        assert found == sample_one(logits[0], told)
+
+
 def test_processors_run_first_and_see_prompt_and_output() -> None:
     seen = []
 

@@ -74,7 +74,7 @@ class DrawColumnCache:
     def __init__(self) -> None:
         self._states: list[SamplingState] = []
         self._samples: list[int] = []
-        self._offsets = np.empty(0, dtype=np.int64)
+        self._offsets: list[int] = []
         self._columns: DrawColumns | None = None
         self._device = torch.device("cpu")
 
@@ -88,33 +88,32 @@ class DrawColumnCache:
             self._offsets = _list_offsets(requests)
             columns = make_columns(requests, self._offsets, device)
         elif columns.parameters is not None:
-            parameters = self._move(columns.parameters, _list_offsets(requests))
-            columns = replace(columns, parameters=parameters)
+            columns = replace(columns, parameters=self._move(columns.parameters, requests))
         self._columns = columns
         return columns
 
     def _has_rows_of(self, requests: Sequence[DrawRequest]) -> bool:
-        return len(requests) == len(self._states) and all(
-            request.state is state and request.num_samples == samples
-            for request, state, samples in zip(requests, self._states, self._samples, strict=True)
+        return [r.num_samples for r in requests] == self._samples and all(
+            r.state is state for r, state in zip(requests, self._states, strict=True)
         )
 
-    def _move(self, parameters: DrawParameters, offsets: NDArray[np.int64]) -> DrawParameters:
+    def _move(self, parameters: DrawParameters, requests: Sequence[DrawRequest]) -> DrawParameters:
         """Return the parameters of the same draws at other places of their random streams."""
-        before, self._offsets = self._offsets, offsets
-        if np.array_equal(offsets, before):
+        before, self._offsets = self._offsets, _list_offsets(requests)
+        if self._offsets == before:
             return parameters
-        if np.array_equal(offsets, before + 1):
+        if self._offsets == [offset + 1 for offset in before]:
             return replace(parameters, offsets=parameters.offsets + 1)
+        offsets = np.array(self._offsets, dtype=np.int64)
         return replace(parameters, offsets=upload([offsets], self._device)[0])
 
 
-def _list_offsets(requests: Sequence[DrawRequest]) -> NDArray[np.int64]:
-    return np.array([r.num_outputs for r in requests for _ in range(r.num_samples)], dtype=np.int64)
+def _list_offsets(requests: Sequence[DrawRequest]) -> list[int]:
+    return [r.num_outputs for r in requests for _ in range(r.num_samples)]
 
 
 def make_columns(
-    requests: Sequence[DrawRequest], offsets: NDArray[np.int64], device: torch.device
+    requests: Sequence[DrawRequest], offsets: Sequence[int], device: torch.device
 ) -> DrawColumns:
     """Build the columns of a step and copy them to the device at once."""
     draws = [(r.state, i) for r in requests for i in range(r.num_samples)]
@@ -123,7 +122,7 @@ def make_columns(
         params = [state.params for state, _ in draws]
         arrays = {
             "seeds": np.array([s.get_stream_seed(i) for s, i in draws], dtype=np.int64),
-            "offsets": offsets,
+            "offsets": np.array(offsets, dtype=np.int64),
             "temperature": np.array([p.temperature for p in params], dtype=np.float32),
             "top_p": np.array([p.top_p for p in params], dtype=np.float32),
             "top_k": np.array([p.top_k for p in params], dtype=np.int32),
