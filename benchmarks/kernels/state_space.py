@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
-from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm, mamba2
+from vllm._custom_ops.triton import (
+    causal_conv,
+    delta_chunks,
+    delta_rule,
+    gated_norm,
+    mamba2,
+    mamba2_chunks,
+)
 
 UNIT_BYTES = 256
 KEY_HEADS, HEADS, SIZE = 16, 32, 128  # Qwen3-Next
@@ -52,6 +59,7 @@ class Load:
 
 LOADS = (
     Load(num_rows=1, length=1),
+    Load(num_rows=8, length=1),
     Load(num_rows=64, length=1),
     Load(num_rows=1, length=8192),
     Load(num_rows=4, length=8192),
@@ -199,7 +207,13 @@ def main() -> None:
     """Print a JSON line for each op and load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of an op's name")
+    parser.add_argument("--few-heads", type=int, help="rows x heads for the tiles of few heads")
+    parser.add_argument("--many-programs", type=int, help="programs for the tiles of many")
     args = parser.parse_args()
+    if args.few_heads is not None:
+        delta_rule.FEW_HEADS = mamba2.FEW_HEADS = args.few_heads
+    if args.many_programs is not None:
+        delta_chunks.MANY_PROGRAMS = mamba2_chunks.MANY_PROGRAMS = args.many_programs
     copy_rate, flop_rate = measure_copy_bytes_per_s(), measure_flops_per_s()
     machine = {"copy_tb_per_s": copy_rate / 1e12, "product_tflops": flop_rate / 1e12}
     print(json.dumps({name: round(rate, 2) for name, rate in machine.items()}), flush=True)

@@ -30,7 +30,7 @@ def test_same_as_over_the_cpu_ops(
     layer = make()
     expected_step = make_step(layer, *STEPS[step])
     expected = expected_step.run(layer)
-    monkeypatch.setattr(delta_rule, "_FEW_HEADS", few_heads)
+    monkeypatch.setattr(delta_rule, "FEW_HEADS", few_heads)
     monkeypatch.setattr(state_layers, "has_step_ops", lambda tensor: True)
     for module in (causal_conv, delta_rule, gated_norm, mamba2):
         for name, function in module.OPS.items():

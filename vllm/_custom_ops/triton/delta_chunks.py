@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
 
 _L2_EPSILON = tl.constexpr(1e-6)
-_MANY_PROGRAMS = 512  # where wider slices of the state still give every processor its share
+MANY_PROGRAMS = 512  # where wider slices of the state still give every processor its share
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def _choose_value_block(most: int, q: Tensor, num_heads: int) -> int:
     """Return how many columns of the state a program keeps; wide ones load keys less often."""
     if q.dtype == torch.float32:
         return 16
-    if most >= 64 and q.shape[2] <= 128 and num_heads * (most // 64) >= _MANY_PROGRAMS:
+    if most >= 64 and q.shape[2] <= 128 and num_heads * (most // 64) >= MANY_PROGRAMS:
         return 64
     return min(most, 32)
 

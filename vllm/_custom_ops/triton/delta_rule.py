@@ -23,7 +23,7 @@ from vllm._custom_ops.triton.state_rows import is_single_step, load_row, softplu
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _MAX_TILE = 128 * 128  # numbers of a state that the registers of one program hold
-_FEW_HEADS = 256  # up to so many, whole heads fill the GPU once and a launch for the norm is saved
+FEW_HEADS = 256  # up to so many, whole heads fill the GPU once and a launch for the norm is saved
 _VALUE_BLOCK = 32
 
 
@@ -195,7 +195,7 @@ def _run_steps(
     _, num_heads, value_size = v.shape
     key_size, num_rows = q.shape[2], state_offsets.shape[0]
     block_k, block_v = (triton.next_power_of_2(n) for n in (key_size, value_size))
-    is_small = block_k * block_v <= _MAX_TILE and num_rows * num_heads <= _FEW_HEADS
+    is_small = block_k * block_v <= _MAX_TILE and num_rows * num_heads <= FEW_HEADS
     has_norm = raw is not None and is_small
     if not has_norm:
         block_v = min(block_v, _VALUE_BLOCK)

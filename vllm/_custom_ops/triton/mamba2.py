@@ -19,7 +19,7 @@ from vllm._custom_ops.triton.mamba2_chunks import Scan, compute_dt, run_mamba_ch
 from vllm._custom_ops.triton.state_rows import is_single_step, load_row
 
 _STEP_TILE = 64 * 128  # numbers of a state that a program of the walk holds
-_FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
+FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _run_steps(scan: Scan, *, is_after: bool) -> None:
     head_size, state_size = scan.x.shape[2], scan.b.shape[2]
     block_n = triton.next_power_of_2(state_size)
     num_rows, num_heads = scan.state_offsets.shape[0], scan.x.shape[1]
-    tile = _STEP_TILE if num_rows * num_heads > _FEW_HEADS else _STEP_TILE // 4
+    tile = _STEP_TILE if num_rows * num_heads > FEW_HEADS else _STEP_TILE // 4
     block_p = min(triton.next_power_of_2(head_size), max(1, tile // block_n))
     _mamba_step_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
         scan.out, scan.x, scan.dt, scan.a, scan.b, scan.c, scan.skip, scan.dt_bias, scan.state,

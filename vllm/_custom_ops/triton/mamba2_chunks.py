@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile, softplus
 
-_MANY_PROGRAMS = 256  # where whole heads give every processor its share
+MANY_PROGRAMS = 256  # where whole heads give every processor its share
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def run_mamba_chunks(scan: Scan) -> None:
     # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
     chunk, precision = (32, "tf32x3") if scan.x.dtype == torch.float32 else (64, "tf32")
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (state_size, head_size))
-    is_wide = num_rows * num_heads * head_size // 64 >= _MANY_PROGRAMS and state_size <= 128
+    is_wide = num_rows * num_heads * head_size // 64 >= MANY_PROGRAMS and state_size <= 128
     block_p = min(block_p, 16 if chunk == 32 else 64 if is_wide else 32)
     shape = (num_tokens, num_groups, chunk)
     products = torch.empty(shape, dtype=torch.float32, device=scan.x.device)
