@@ -77,7 +77,8 @@ def fit_prefill_tile(
         return Tile(block_m=side, block_n=side, num_warps=4, num_stages=1)
     if row_bytes > 512:
         num_stages = 2 if has_one_field or _is_hopper(device) else 1
-        return Tile(block_m=64, block_n=32, num_warps=8, num_stages=num_stages)
+        block_m = 64 if _is_hopper(device) else 32  # sums fill the registers
+        return Tile(block_m=block_m, block_n=32, num_warps=8, num_stages=num_stages)
     if _is_hopper(device):
         block_n, num_stages = (128, 3) if row_bytes <= 128 else (128, 2)
         if row_bytes > 256:
@@ -87,7 +88,7 @@ def fit_prefill_tile(
         return Tile(block_m=128, block_n=64, num_warps=4, num_stages=3)
     if row_bytes <= 256:
         return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
-    return Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
+    return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 
 def count_splits(num_groups: int, longest_view: int, block_n: int, num_processors: int) -> int:
