@@ -92,7 +92,7 @@ class Doorkeeper:
         self._roster = roster
         self._clock = clock
         self._delay = PromptDelay(config.delay_factor)
-        self._refused: tuple[int, int] | None = None
+        self._refused: tuple[int, int, int] | None = None
         self.exclusive: Sequence | None = None
 
     def next_waiting(self) -> Sequence | None:
@@ -121,9 +121,9 @@ class Doorkeeper:
             self._clock(), state.request.arrival_time, is_idle=not roster.running
         ):
             return None
-        attempt = (sequence.seq_id, self._cache.arena.num_releases)
+        attempt = (sequence.seq_id, self._cache.arena.num_releases, len(roster.running))
         if self._refused == attempt:
-            return None  # no block has become free since
+            return None  # no block has become free since, and none is reserved for fewer others
         hit = self._match(sequence)
         remaining = len(sequence.token_ids) - hit.num_tokens
         may_cut = (

@@ -28,6 +28,8 @@ from vllm.sequence import NO_BLOCK, Sequence, SequenceRequest, SequenceStatus
 
 NUM_SEEDS = 90
 NUM_SLOW_SEEDS = 3000
+FOUND_SEEDS = (676, 719, 887, 923)
+"""Once showed blocks kept for nothing, and a wait for blocks of one that ended without any."""
 
 
 def draw_harness(rng: random.Random) -> tuple[Harness, int]:
@@ -134,7 +136,7 @@ def run_random_schedule(seed: int) -> int:
     return len(harness.plans)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *FOUND_SEEDS])
 def test_random_schedule(seed: int) -> None:
     run_random_schedule(seed)
 
