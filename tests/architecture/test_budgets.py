@@ -26,6 +26,7 @@ CONFIGS = [
 READS = ("os.environ", "os.getenv", "os.putenv")
 ENVIRONMENT_READERS = {
     "vllm/envs.py": "the one place",
+    "vllm/_custom_ops/triton/tensor_cores.py": "a switch of Triton's compiler has no other form",
 }
 """Files that touch os.environ, with the reason."""
 

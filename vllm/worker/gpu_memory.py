@@ -147,7 +147,8 @@ def _make_prefill(
     """Return a step of the whole token budget: new prompts, as long as may be, stored nowhere."""
     longest = min(limits.max_model_len, limits.max_num_batched_tokens)
     lens = [longest] * (limits.max_num_batched_tokens // longest)
-    if rest := limits.max_num_batched_tokens % longest:
+    rest = limits.max_num_batched_tokens % longest
+    if rest > 1:  # a row of one token would be a decode row, which come first
         lens.append(rest)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     ends = torch.cumsum(seq_lens, 0, dtype=torch.int32)
@@ -175,7 +176,7 @@ def _make_prefill(
         groups=tuple(groups),
         max_query_len=longest,
         max_seq_len=longest,
-        num_decode_rows=lens.count(1),
+        num_decode_rows=len(lens) if longest == 1 else 0,
         new_lens_cpu=tuple(lens),
         computed_lens_cpu=(0,) * len(lens),
     )

@@ -44,7 +44,7 @@ def run_engine(model: Path, device: str, *, steps: int = 2, **flags: Any) -> Ite
         flags: of the engine.
     """
     options = {
-        "max_model_len": 300,
+        "max_model_len": 250,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "num_gpu_blocks_override": 400,

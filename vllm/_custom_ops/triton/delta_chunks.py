@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
+from vllm._custom_ops.triton.tensor_cores import plain_products
 
 _L2_EPSILON = tl.constexpr(1e-6)
 MANY_PROGRAMS = 512  # where wider slices of the state still give every processor its share
@@ -236,6 +237,7 @@ def _choose_value_block(most: int, q: Tensor, num_heads: int) -> int:
     return min(most, 32)
 
 
+@plain_products()
 def run_delta_chunks(
     out_THV: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile, softplus
+from vllm._custom_ops.triton.tensor_cores import plain_products
 
 MANY_PROGRAMS = 256  # where whole heads give every processor its share
 
@@ -193,6 +194,7 @@ class Scan:
         }
 
 
+@plain_products()
 def run_mamba_chunks(scan: Scan) -> None:
     """Run the scan over rows of any lengths; scratch of one CHUNK of float32 a token and group."""
     num_tokens, num_heads, head_size = scan.x.shape
