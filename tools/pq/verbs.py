@@ -246,8 +246,9 @@ def report(root: Path, *, as_json: bool) -> int:
         print(json.dumps({"base": dataclasses.asdict(series.base), "patches": rows}, indent=1))
         return 0
     print(f"base {series.base.name} {series.base.version}, tree {series.base.tree[:12]}")
-    for row in rows:
-        print(f"{row['name']:32} {row['changed_lines']:4} lines  {', '.join(row['files'])}")
+    for patch in series.patches:
+        files = ", ".join(patch.paths)
+        print(f"{patch.name:32} {patch.num_changed_lines:4} lines  {files}")
     return 0
 
 
