@@ -25,7 +25,7 @@ COPY requirements/constraints.txt requirements/constraints.txt
 RUN pip install -c requirements/constraints.txt \
       "$(grep '^torch==' requirements/constraints.txt)" setuptools wheel cmake ninja
 COPY . .
-RUN VLLM_TARGET_DEVICE=auto MAX_JOBS=${MAX_JOBS} pip wheel --no-build-isolation --no-deps -w /dist .
+RUN VLLM_TARGET_DEVICE=cuda MAX_JOBS=${MAX_JOBS} pip wheel --no-build-isolation --no-deps -w /dist .
 
 # --- wheel with the CPU library ------------------------------------------------------------------
 FROM python:${PYTHON_VERSION}-slim-bookworm AS build-cpu
