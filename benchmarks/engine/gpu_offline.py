@@ -5,6 +5,9 @@ random token ids: greedy, ends ignored, one warm-up of the same batch, then the 
 Prints a table with the ratio to the peer and writes JSON.
 
     python benchmarks/engine/gpu_offline.py [SHAPE ...] --runs 3 --output-json FILE
+
+With --start-together all processes load at once, which saves time on the machine (but their times
+until the first answer mean nothing then); they still measure one after the other.
 """
 
 from __future__ import annotations
@@ -68,6 +71,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--works", help="instead of the plan's, as 512:256:1,512:256:8")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--start-together", action="store_true")
+    parser.add_argument(
+        "--memory", nargs="*", default=[], metavar="SHAPE=SHARE", help="other shares of the card"
+    )
     parser.add_argument("--output-json", type=Path, default=RESULTS / "h200_offline.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -81,6 +88,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams, __version__
 
     plan = PLANS[name]
+    shares = dict(pair.split("=") for pair in args.memory)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             str(write_shape(name, Path(folder))),
@@ -88,7 +96,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=plan.max_model_len,
-            gpu_memory_utilization=plan.memory,
+            gpu_memory_utilization=float(shares.get(name, plan.memory)),
             max_num_seqs=256,
             seed=0,
             enforce_eager=args.enforce_eager,
@@ -120,6 +128,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             "gpu": torch.cuda.get_device_name(),
         }
         print(json.dumps({"ready": ready}), flush=True)
+        sys.stdin.readline()  # the parent says when the machine is ours
         works = plan.works
         if args.works:
             works = tuple(tuple(map(int, w.split(":"))) for w in args.works.split(","))
@@ -152,37 +161,50 @@ def find_peer(row: dict[str, Any]) -> float | None:
     return None
 
 
-def run_child(name: str, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Measure one shape in a process of its own and take in what it prints."""
+def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """Start the process of one shape; it loads, says that it is ready, and waits for a line."""
     command = [sys.executable, __file__, "--child", name, "--runs", str(args.runs)]
     command += ["--works", args.works] if args.works else []
     command += ["--enforce-eager"] if args.enforce_eager else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            if not line.startswith('{"r'):
-                continue
-            message = json.loads(line)
-            if "ready" in message:
-                result["ready"][name] = message["ready"]
-                print(f"{name}: ready in {message['ready']['first_answer_s']} s", flush=True)
-                continue
-            row = message["row"]
-            peer_s = find_peer(row)
-            row["peer_s"] = peer_s
-            row["times_peer"] = None if peer_s is None else peer_s / row["median_s"]
-            result["rows"].append(row)
-            ratio = "" if peer_s is None else f"  {row['times_peer']:.3f} times the peer"
-            print(
-                f"{name:18} {row['input']:6}:{row['output']:<4} x {row['batch']:<4}"
-                f"{row['median_s']:9.3f} s {row['out_tok_s']:10.1f} out tok/s{ratio}",
-                flush=True,
-            )
-            args.output_json.write_text(json.dumps(result, indent=1) + "\n")
-    if child.returncode:
+    command += ["--memory", *args.memory] if args.memory else []
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def run_child(
+    name: str, child: subprocess.Popen[str], args: argparse.Namespace, result: dict[str, Any]
+) -> None:
+    """Let one process measure and take in what it prints."""
+    assert child.stdin is not None and child.stdout is not None
+    for line in child.stdout:
+        if not line.startswith('{"r'):
+            continue
+        message = json.loads(line)
+        if "ready" in message:
+            result["ready"][name] = message["ready"]
+            print(f"{name}: ready in {message['ready']['first_answer_s']} s", flush=True)
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            continue
+        add_row(message["row"], result)
+        args.output_json.write_text(json.dumps(result, indent=1) + "\n")
+    if child.wait():
         result["failed"].append(name)
         args.output_json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{name}: failed with exit status {child.returncode}", flush=True)
+
+
+def add_row(row: dict[str, Any], result: dict[str, Any]) -> None:
+    """Put a row beside the peer's, print it and keep it."""
+    peer_s = find_peer(row)
+    row["peer_s"] = peer_s
+    row["times_peer"] = None if peer_s is None else peer_s / row["median_s"]
+    result["rows"].append(row)
+    ratio = "" if peer_s is None else f"  {row['times_peer']:.3f} times the peer"
+    print(
+        f"{row['model']:18} {row['input']:6}:{row['output']:<4} x {row['batch']:<4}"
+        f"{row['median_s']:9.3f} s {row['out_tok_s']:10.1f} out tok/s{ratio}",
+        flush=True,
+    )
 
 
 def main() -> int:
@@ -200,8 +222,9 @@ def main() -> int:
         "rows": [],
         "failed": [],
     }
+    started = {name: start_child(name, args) for name in args.shapes if args.start_together}
     for name in args.shapes:
-        run_child(name, args, result)
+        run_child(name, started.get(name) or start_child(name, args), args, result)
     return 1 if result["failed"] else 0
 
 
