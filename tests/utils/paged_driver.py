@@ -169,6 +169,8 @@ class PagedDriver:
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             num_decode_rows=num_decode_rows,
+            new_lens_cpu=tuple(query_lens),
+            computed_lens_cpu=tuple(starts),
         )
 
     def _make_group_batch(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.hybrid.models import test_deepseek_v2
+from tests.hybrid.models.tiny import make_checkpoint
 from tests.utils.ops import random_rows
 from tests.utils.paged import cumulative
+from tests.utils.paged_driver import PagedDriver
 from vllm._custom_ops.naive.attention import prompt_attention
 from vllm.batch import AttentionState, ForwardBatch, GroupBatch, LayerCache
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers import mla
+from vllm.model_executor.models import ModelRegistry
 
 HEADS = 3
 SIZES = mla.LatentSizes(
@@ -101,8 +106,33 @@ def test_both_forms_are_equal(
 
 def test_only_whole_long_prompts_are_expanded() -> None:
     batch = make_batch(torch.zeros(0, 2).int())
-    assert not mla.are_worth_expanding(batch, SIZES)
-    long = replace(batch, max_query_len=mla.MIN_EXPANDED_TOKENS)
-    assert mla.are_worth_expanding(long, SIZES)
-    assert not mla.are_worth_expanding(replace(long, computed_lens_cpu=(0, 0, 4)), SIZES)
-    assert not mla.are_worth_expanding(replace(long, computed_lens_cpu=()), SIZES)
+    count = len(LENS)
+    assert mla.count_absorbed_rows(batch, SIZES) == count, "too short to pay the launches"
+    long = replace(batch, new_lens_cpu=(*LENS[:-1], mla.MIN_EXPANDED_TOKENS))
+    assert mla.count_absorbed_rows(long, SIZES) == 0
+    cut = replace(long, computed_lens_cpu=(0, 4, *[0] * (count - 2)))
+    assert mla.count_absorbed_rows(cut, SIZES) == 2
+    assert mla.count_absorbed_rows(replace(long, computed_lens_cpu=(0, 0, 4)), SIZES) == count
+    assert mla.count_absorbed_rows(replace(long, computed_lens_cpu=()), SIZES) == count
+
+
+def test_a_step_of_both_kinds_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row that decodes, a prompt that goes on, and whole prompts behind them."""
+    checkpoint = make_checkpoint(test_deepseek_v2.ROW, tmp_path)
+    cls, _ = ModelRegistry.resolve_model_cls(checkpoint.config["architectures"])
+    model = cls(checkpoint.config, dtype=torch.float32, tp=TensorParallel.single())
+    model.load_weights(checkpoint.weights.items())  # not packed: as weights are on a GPU
+    prompts = {n: [(7 * n + 3 * i) % 300 + 3 for i in range(40)] for n in range(4)}
+    steps = {0: prompts[0][:1], 1: prompts[1][9:30], 2: prompts[2][:25], 3: prompts[3][:40]}
+    found = []
+    for is_expanded in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(mla, "prompt_attention", prompt_attention)
+            patch.setattr(mla, "can_expand", lambda x: is_expanded)  # noqa: B023
+            patch.setattr(mla, "MIN_EXPANDED_TOKENS", 16)
+            driver = PagedDriver(model)
+            driver.step({0: prompts[0], 1: prompts[1][:9]})
+            found.append([*driver.step(steps), *driver.step({n: [5] for n in steps})])
+    for absorbed, expanded in zip(*found, strict=True):
+        torch.testing.assert_close(expanded, absorbed, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found[0][2], found[1][2]), "the expanded form rounds otherwise"

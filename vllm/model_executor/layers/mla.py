@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops.attention import prompt_attention
 from vllm._custom_ops.cache import reshape_and_cache
+from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.attention.layer import Attention
+from vllm.attention.split_batch import split_batch
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import CacheField, Full, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
@@ -256,15 +258,46 @@ class LatentAttentionBlock(nn.Module):
         row_T1D = self.latent_down(x_TE).unsqueeze(1)
         self.latent_norm.apply_in_place(row_T1D[:, :, : sizes.latent])
         self.rope(batch.positions, asked_THD[:, :, sizes.nope :], row_T1D[:, :, sizes.latent :])
-        if x_TE.is_cuda and are_worth_expanding(batch, sizes):
+        num_rows = batch.seq_lens.shape[0]
+        num_absorbed = count_absorbed_rows(batch, sizes) if can_expand(x_TE) else num_rows
+        if num_absorbed == num_rows:
+            value_THV = self.attend_absorbed(asked_THD, row_T1D, batch, attention)
+        elif num_absorbed == 0:
             value_THV = self.attend_expanded(asked_THD, row_T1D, batch, attention)
-            return self.out(value_THV.flatten(1))
-        query_THD = asked.new_empty(*asked_THD.shape[:2], sizes.row)
+        else:
+            value_THV = self.attend_split(asked_THD, row_T1D, batch, attention, num_absorbed)
+        return self.out(value_THV.flatten(1))
+
+    def attend_absorbed(
+        self, asked_THD: Tensor, row_T1D: Tensor, batch: ForwardBatch, attention: AttentionState
+    ) -> Tensor:
+        """Store the rows and attend to latents, [T, H, V]; arguments as in `attend_expanded`."""
+        sizes = self._sizes
+        query_THD = asked_THD.new_empty(*asked_THD.shape[:2], sizes.row)
         self.expansion.absorb_query(asked_THD[:, :, : sizes.nope], query_THD[:, :, : sizes.latent])
         query_THD[:, :, sizes.latent :] = asked_THD[:, :, sizes.nope :]
         read_THD = self.attention(query_THD, row_T1D, row_T1D, batch, attention)
-        value_THV = self.expansion.expand_value(read_THD[:, :, : sizes.latent])
-        return self.out(value_THV.flatten(1))
+        return self.expansion.expand_value(read_THD[:, :, : sizes.latent])
+
+    def attend_split(
+        self,
+        asked_THD: Tensor,
+        row_T1D: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+        num_absorbed: int,
+    ) -> Tensor:
+        """Attend to latents in the first `num_absorbed` rows, expand the others, [T, H, V]."""
+        head, tail = split_batch(batch, num_absorbed)
+        num_tokens = head.positions.shape[0]
+        keys = [key for key in attention.plans if key[1] == self.attention.kernel]
+        own = replace(attention, plans=PagedAttention.plan(head, keys))
+        return torch.cat(
+            (
+                self.attend_absorbed(asked_THD[:num_tokens], row_T1D[:num_tokens], head, own),
+                self.attend_expanded(asked_THD[num_tokens:], row_T1D[num_tokens:], tail, attention),
+            )
+        )
 
     def attend_expanded(
         self, asked_THD: Tensor, row_T1D: Tensor, batch: ForwardBatch, attention: AttentionState
@@ -300,14 +333,25 @@ class LatentAttentionBlock(nn.Module):
         return self.query_norm.apply_in_place(self.query_down(x_TE))
 
 
-def are_worth_expanding(batch: ForwardBatch, sizes: LatentSizes) -> bool:
-    """Whether a step is whole prompts, long enough for the saved operations to pay the launches."""
-    return (
-        batch.max_query_len >= MIN_EXPANDED_TOKENS
-        and sizes.value <= sizes.nope + sizes.rope
-        and bool(batch.computed_lens_cpu)
-        and not any(batch.computed_lens_cpu)
-    )
+def can_expand(x_TE: Tensor) -> bool:
+    """Whether there is a kernel for expanded prompts where a step runs."""
+    return x_TE.is_cuda
+
+
+def count_absorbed_rows(batch: ForwardBatch, sizes: LatentSizes) -> int:
+    """Return how many leading rows attend to latents; those behind them are whole prompts.
+
+    Prompts are expanded where the longest of them is long enough for the saved operations to pay
+    the launches. Rows that read cached tokens never are.
+    """
+    num_rows = batch.seq_lens.shape[0]
+    if sizes.value > sizes.nope + sizes.rope or not batch.computed_lens_cpu:
+        return num_rows
+    first = num_rows
+    while first > 0 and batch.computed_lens_cpu[first - 1] == 0:
+        first -= 1
+    longest = max(batch.new_lens_cpu[first:], default=0)
+    return first if longest >= MIN_EXPANDED_TOKENS else num_rows
 
 
 def _pack_heads(weight_HNK: Tensor) -> Tensor:
