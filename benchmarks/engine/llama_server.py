@@ -79,9 +79,10 @@ class LlamaServer:
         return seconds
 
     def measure(self, batch: int, prompt: int, output: int, seed: int) -> dict:
-        """Run one workload twice (one token; all tokens) and return seconds."""
-        prefill = self._run(make_prompts(batch, prompt, 2 * seed, self._vocab), 1)
-        total = self._run(make_prompts(batch, prompt, 2 * seed + 1, self._vocab), output)
+        """Run one workload (one token, after a run that warms; all tokens) and return seconds."""
+        self._run(make_prompts(batch, prompt, 3 * seed, self._vocab), 1)
+        prefill = self._run(make_prompts(batch, prompt, 3 * seed + 1, self._vocab), 1)
+        total = self._run(make_prompts(batch, prompt, 3 * seed + 2, self._vocab), output)
         return {"prefill_s": prefill, "total_s": total, "peak_mib": peak_rss_mib(self._process.pid)}
 
     def close(self) -> None:
