@@ -45,7 +45,9 @@ def test_report(chain_tokenizer: Any) -> None:
         RequestResult(prompt_len=7, generated_text="ABCD", ttft=0.3, itl=[0.1], latency=0.6),
         RequestResult(prompt_len=9, error="broken", latency=99.0),
     ]
-    report = make_report(results, 2.0, chain_tokenizer, ("ttft", "tpot", "itl", "e2el"), (99.0,))
+    times = ("ttft", "tpot", "itl", "e2el")
+    report = make_report(results, 2.0, chain_tokenizer, times, (99.0,), {})
+    assert "request_goodput" not in report
     assert report["completed"] == 2
     assert report["total_input_tokens"] == 12
     assert report["total_output_tokens"] == 7
@@ -58,6 +60,33 @@ def test_report(chain_tokenizer: Any) -> None:
     assert report["median_itl_ms"] == pytest.approx(200)
     assert report["mean_e2el_ms"] == report["median_e2el_ms"] == pytest.approx(550)
     assert report["errors"] == ["", "", "broken"]
+
+
+@pytest.mark.parametrize(
+    ("goals", "num_within"),
+    [
+        ({"ttft": 300}, 2),
+        ({"ttft": 299}, 1),
+        ({"tpot": 100}, 1),
+        ({"ttft": 100, "tpot": 100}, 0),
+        ({"e2el": 500, "tpot": 200}, 1),
+    ],
+)
+def test_goodput(chain_tokenizer: Any, goals: dict[str, float], num_within: int) -> None:
+    results = [
+        RequestResult(prompt_len=5, output_len=3, ttft=0.1, itl=[0.2, 0.2], latency=0.5),
+        RequestResult(prompt_len=7, output_len=4, ttft=0.3, itl=[0.1], latency=0.6),
+        RequestResult(prompt_len=9, error="broken"),
+    ]
+    report = make_report(results, 2.0, chain_tokenizer, (), (), goals)
+    assert report["request_goodput"] == num_within / 2.0
+
+
+@pytest.mark.parametrize("goal", ["itl:5", "ttft", "ttft:", "ttft:-1", "ttft:nan"])
+def test_goals_that_are_none(goal: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", "m", "--goodput", goal])
+    assert "expected METRIC:MILLISECONDS" in capsys.readouterr().err
 
 
 def test_random_prompts(chain_tokenizer: Any) -> None:
@@ -135,7 +164,7 @@ def test_serve(
         "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
         "--result-filename", "r.json", "--percentile-metrics", "ttft,tpot,itl,e2el",
         "--metric-percentiles", "50,99",
-        "--metadata", "who=me", "--disable-tqdm", "--ignore-eos",
+        "--metadata", "who=me", "--disable-tqdm", "--ignore-eos", "--goodput", "ttft:60000",
     ]  # fmt: skip
     assert main(arguments) == 0
     text = capsys.readouterr().out
@@ -149,6 +178,7 @@ def test_serve(
     assert {f"{k}_{m}_ms" for k in ("mean", "median", "std", "p50", "p99")
             for m in ("ttft", "tpot", "itl", "e2el")} <= set(result)  # fmt: skip
     assert result["completed"] == 8
+    assert result["request_goodput"] == result["request_throughput"]
     assert result["output_lens"] == [4] * 8
     assert result["generated_texts"] == ["hello DEF"] * 8
     assert result["median_e2el_ms"] >= result["median_ttft_ms"] > 0

@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     target = make_target(args)
     start_s = time.perf_counter()
     results, duration_s = asyncio.run(run_load(args, target, samples))
-    report = make_report(results, duration_s, tokenizer, args.selected_metrics, args.ranks)
+    report = make_report(
+        results, duration_s, tokenizer, args.selected_metrics, args.ranks, args.goals
+    )
     print_report(report, args.selected_metrics, args.ranks)
     if args.save_result:
         path = _result_path(args)

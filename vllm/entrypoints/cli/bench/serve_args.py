@@ -27,6 +27,31 @@ def _ranks(text: str) -> tuple[float, ...]:
     return ranks
 
 
+GOALS = ("ttft", "tpot", "e2el")
+"""Times of one request that --goodput may limit."""
+
+
+class _Goals(argparse.Action):
+    """Collects METRIC:MILLISECONDS pairs."""
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, parser, namespace, values, option_string=None
+    ) -> None:
+        goals: dict[str, float] = {}
+        for text in values:
+            name, _, limit = text.partition(":")
+            try:
+                goals[name] = float(limit)
+            except ValueError:
+                goals[name] = -1.0
+            if name not in GOALS or not goals[name] > 0:
+                parser.error(
+                    f"{option_string}: expected METRIC:MILLISECONDS with one of "
+                    f"{', '.join(GOALS)}, got {text!r}"
+                )
+        setattr(namespace, self.dest, goals)
+
+
 class _Metadata(argparse.Action):
     """Collects K=V pairs."""
 
@@ -122,6 +147,15 @@ def _add_result_args(parser: FlexibleArgumentParser) -> None:
         type=_ranks,
         default=(99.0,),
         help="comma list of percentiles",
+    )
+    group.add_argument(
+        "--goodput",
+        dest="goals",
+        nargs="+",
+        action=_Goals,
+        default={},
+        metavar="METRIC:MS",
+        help=f"count requests a second within all of these limits ({', '.join(GOALS)})",
     )
 
 

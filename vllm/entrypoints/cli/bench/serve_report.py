@@ -26,10 +26,20 @@ def make_report(
     tokenizer: PreTrainedTokenizerBase,
     metrics: Sequence[str],
     ranks: Sequence[float],
+    goals: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return the result file's measured fields; failed requests count in `errors` only.
 
     Generated tokens are counted by the server where it says, else by tokenising the text.
+
+    Args:
+        results: one for each request.
+        duration_s: of the whole load.
+        tokenizer: of the model.
+        metrics: which times are described.
+        ranks: by which percentiles.
+        goals: metric -> milliseconds; requests within all of them count as goodput. Empty leaves
+            goodput out.
     """
     lens = [_count_output(r, tokenizer) if r.is_success else 0 for r in results]
     good = [(r, n) for r, n in zip(results, lens, strict=True) if r.is_success]
@@ -55,9 +65,22 @@ def make_report(
         "generated_texts": [r.generated_text for r in results],
         "errors": [r.error for r in results],
     }
+    if goals:
+        num_within = sum(_is_within(r, n, goals) for r, n in good)
+        report["request_goodput"] = num_within / duration_s
     for metric in metrics:
         report.update(describe_times(metric, seconds[metric], ranks))
     return report
+
+
+def _is_within(result: RequestResult, output_len: int, goals: Mapping[str, float]) -> bool:
+    """Whether a request met every goal; one of a single token has no time between tokens."""
+    times_s = {
+        "ttft": result.ttft,
+        "tpot": (result.latency - result.ttft) / max(1, output_len - 1),
+        "e2el": result.latency,
+    }
+    return all(1e3 * times_s[metric] <= limit_ms for metric, limit_ms in goals.items())
 
 
 def _count_output(result: RequestResult, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -79,6 +102,8 @@ def print_report(report: Mapping[str, Any], metrics: Sequence[str], ranks: Seque
         ("Total Token throughput (tok/s):", "total_token_throughput", 2),
     ):
         print(f"{title:<40} {report[key]:<10.{digits}f}")
+    if "request_goodput" in report:
+        print(f"{'Request goodput (req/s):':<40} {report['request_goodput']:<10.2f}")
     for metric in metrics:
         print(f"{_TITLES[metric]:-^{_WIDTH}}")
         name = metric.upper()
