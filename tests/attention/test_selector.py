@@ -11,8 +11,10 @@ import pytest
 from vllm import logger as logging_module
 from vllm.attention import selector
 from vllm.attention.backends import table
-from vllm.attention.backends.abstract import KernelQuery, find_refusal
+from vllm.attention.backends.abstract import AttentionBackend, KernelQuery, find_refusal
+from vllm.attention.backends.cpu import CpuBackend
 from vllm.attention.backends.table import KERNELS, load_backend, rank_kernels
+from vllm.cache_spec import BLOCK_ALIGNMENT_BYTES
 from vllm.errors import ConfigError, KernelError
 from vllm.types import DType
 
@@ -159,25 +161,46 @@ def test_a_field_without_a_rule_means_no() -> None:
     assert refusal == "soft_cap=30.0 is not known to it"
 
 
-def test_a_kernel_that_fails_the_probe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = load_backend("cpu")
+def resolve_with(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch):
+    """Choose a kernel with a backend in the place of `cpu`."""
+    known = load_backend
+    monkeypatch.setattr(
+        "vllm.attention.probe.load_backend", lambda n: backend if n == "cpu" else known(n)
+    )
+    selector.find_probe_fault.cache_clear()
+    try:
+        return resolve()
+    finally:
+        selector.find_probe_fault.cache_clear()
 
-    class Wrong(type(backend)):
+
+def test_a_kernel_that_fails_the_probe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(CpuBackend):
         def forward(self, out_THD, *rest):
             super().forward(out_THD, *rest)
             out_THD[0] += 0.01
 
-    known = load_backend
-    monkeypatch.setattr(
-        "vllm.attention.probe.load_backend", lambda n: Wrong() if n == "cpu" else known(n)
-    )
-    selector.find_probe_fault.cache_clear()
-    try:
-        choice = resolve()
-    finally:
-        selector.find_probe_fault.cache_clear()
+    choice = resolve_with(Wrong(), monkeypatch)
     assert choice.kernel == "torch"
     assert "probe" in choice.refusals["cpu"]
+
+
+def test_a_kernel_that_takes_blocks_for_neighbours_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It finds a block by its number alone, as if an arena had one group and no gaps (trap 20)."""
+
+    class Dense(CpuBackend):
+        def forward(self, out_THD, query_THD, key_THD, value_THD, cache, batch, plan, params):
+            (group,), row = batch.groups, cache.tensors[0][0]
+            block_units = 2 * row.numel() * row.element_size() // BLOCK_ALIGNMENT_BYTES
+            offsets = group.block_offsets // block_units * block_units
+            group = dataclasses.replace(group, block_offsets=offsets)
+            batch = dataclasses.replace(batch, groups=(group,))
+            super().forward(out_THD, query_THD, key_THD, value_THD, cache, batch, plan, params)
+
+    choice = resolve_with(Dense(), monkeypatch)
+    assert "the probe of strided caches" in choice.refusals["cpu"]
 
 
 @pytest.mark.parametrize("name", sorted(n for n, row in KERNELS.items() if row.module))
