@@ -91,6 +91,26 @@ def test_a_state_has_one_unit_for_each_sequence() -> None:
     assert cache.geometries[0].block_bytes == 256
 
 
+def test_fields_of_different_types_do_not_overlap() -> None:
+    """Float32 states behind odd numbers of bfloat16 elements (trap 25)."""
+    shapes = (((3, 5), DType.BFLOAT16), ((7,), DType.FLOAT32)) * 2
+    fields = tuple(
+        CacheField(name=f"f{i}", shape=shape, dtype=dtype, per="sequence")
+        for i, (shape, dtype) in enumerate(shapes)
+    )
+    spec = LayerCacheSpec(layer=0, fields=fields, lifetime=State())
+    cache = CacheEngine([spec], make_layout(((0,), 16, 4)), CPU)
+    places = [
+        (view, cache.geometries[0].get_offset(block))
+        for block in range(16)
+        for view in cache.caches[0].tensors
+    ]
+    for number, (view, offset) in enumerate(places):
+        view[offset] = number
+    for number, (view, offset) in enumerate(places):
+        assert (view[offset] == number).all()
+
+
 def test_all_views_reach_the_last_block_and_no_further() -> None:
     cache = CacheEngine(SPECS, make_layout(((0, 1, 3), 4, 3)), CPU)
     views = [view for layer in (0, 1, 3) for view in cache.caches[layer].tensors]
