@@ -16,10 +16,20 @@ from tests.core.builders import (
     scheduler_config,
 )
 from tests.hybrid.core.shapes import draw_groups, state_group, token_group
-from vllm.cache_spec import Chunk, Full, KVCacheGroup, State, Window
+from vllm.cache_spec import (
+    CacheField,
+    Chunk,
+    Full,
+    KVCacheGroup,
+    LayerCacheSpec,
+    State,
+    Window,
+    make_group,
+)
 from vllm.core.block.table import make_block_managers
 from vllm.core.prefix_index import PrefixIndex, describe_geometry
 from vllm.sequence import NO_BLOCK
+from vllm.types import DType
 
 GRAIN = 8
 
@@ -82,9 +92,55 @@ def test_a_hit_is_the_longest_position_at_which_every_group_resumes(seed):
     assert len(index.match([], tokens, max_tokens, "")) * GRAIN == expected
 
 
+LIFETIMES = [
+    *(Window(tokens=width, sinks=sinks) for width in range(1, 20) for sinks in (0, 1, 3)),
+    *(Chunk(tokens=length) for length in range(1, 20)),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_one_missing_block_counts_only_where_it_is_seen(size):
+    """Every window, chunk, position and block around every edge (traps 2, 11, 23)."""
+    num_grains, per_grain = 4, GRAIN // size
+    tokens = list(range(num_grains * GRAIN))
+    chain: list[tuple[bytes, bytes]] = []
+    for lifetime in LIFETIMES:
+        group = token_group("x", lifetime, block_tokens=size)
+        for missing in range(num_grains * per_grain):
+            index = PrefixIndex(make_block_managers([group]), geometry=b"", grain_tokens=GRAIN)
+            index.extend_chain(chain, tokens, num_grains, "")
+            blocks = [NO_BLOCK if b == missing else b for b in range(num_grains * per_grain)]
+            for number in range(num_grains):
+                table = tuple(blocks[number * per_grain : (number + 1) * per_grain])
+                if any(block != NO_BLOCK for block in table):
+                    index.register(chain, number, 0, table)
+            gone = set(range(missing * size, (missing + 1) * size))
+            hit = 0
+            for position in range(GRAIN, len(tokens) + 1, GRAIN):
+                hit = hit if must_be_there(group, position) & gone else position
+                found = len(index.match(chain, tokens, position, "")) * GRAIN
+                assert found == hit, (lifetime, missing, position)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_blocks_die_as_soon_as_nobody_sees_them(size):
+    """Neither a step too early, nor one too late (traps 2, 3, 23)."""
+    for lifetime in LIFETIMES:
+        group = token_group("x", lifetime, block_tokens=size)
+        (manager,) = make_block_managers([group])
+        sinks = lifetime.sinks if isinstance(lifetime, Window) else 0
+        assert manager.first_mortal_entry == -(-sinks // size)
+        without_sinks = replace(group, lifetime=replace(lifetime, sinks=0)) if sinks else group
+        for n in range(64):
+            first_seen = min(must_be_there(without_sinks, n), default=n)
+            assert manager.num_dead_entries(n) == first_seen // size, (lifetime, n)
+
+
 def test_keys_depend_on_lifetimes_and_shapes():
-    """Rows of another window, block size or shape are never taken for one's own (trap 31)."""
+    """Rows of another window, block size, shape or type are never taken for one's own (trap 31)."""
     base = token_group("x", Window(tokens=8))
+    halved = CacheField(name="k", shape=(16,), dtype=DType.BFLOAT16)
+    spec = LayerCacheSpec(layer=1, fields=(halved,), lifetime=Window(tokens=8), kind="x")
     others = [
         token_group("x", Window(tokens=9)),
         token_group("x", Window(tokens=8, sinks=1)),
@@ -92,6 +148,7 @@ def test_keys_depend_on_lifetimes_and_shapes():
         token_group("x", Window(tokens=8), block_tokens=8),
         token_group("x", Window(tokens=8), layer=2),
         replace(base, name="y"),
+        make_group("x", [spec], 4),
         state_group("x"),
     ]
     keys = {describe_geometry([group]) for group in [base, *others]}
