@@ -101,6 +101,22 @@ def test_no_copy_waits_for_room():
     for name in "abc":
         serve(harness, make_request(name, range(30), max_tokens=20))
     assert not any(copy for plan in harness.plans for copy in plan.copies)
+    assert harness.scheduler.stats().num_preemptions == 0
+    harness.assert_drained()
+
+
+def test_a_copy_that_can_no_longer_be_listed_is_given_back():
+    """The cache is reset after the copy was planned and before its key is known (trap 34)."""
+    harness = make_harness([state_group()])
+    harness.scheduler.add(make_request("a", range(5), max_tokens=40))
+    sequence = None
+    while sequence is None or not sequence.cache.trail.unlisted:
+        if harness.num_tickets == 2:
+            harness.collect()
+        harness.submit()
+        (sequence,) = harness.scheduler._roster.running
+    harness.cache.reset_prefix_cache()
+    harness.run(overlap=True)
     harness.assert_drained()
 
 
