@@ -210,6 +210,33 @@ def test_a_reader_keeps_what_its_owner_keeps(tmp_path: Path) -> None:
     assert settings.block_size_map(16) == {"own": 16}
 
 
+def test_a_reader_reads_the_last_layer_of_its_type(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention"] * 3
+    config = {
+        "model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "layer_types": types, "sliding_window": 8,
+    }  # fmt: skip
+    settings = resolve(tmp_path, {}, config)
+    assert [p.reads_from for p in settings.policies or ()] == [None] * 4 + [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field"),
+    [
+        ("longcat_flash", "num_layers"),  # two caches in a layer (trap 33)
+        ("inkling_text", "number_of_conv_states"),  # rows and a state in a layer
+        ("deepseek_v4", "compress_ratios"),  # state beside the rows (trap 27)
+        ("qwen4_exp", "indexer_budget"),
+    ],
+)
+def test_a_memory_that_the_engine_lacks_is_refused(
+    tmp_path: Path, model_type: str, field: str
+) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 4}
+    with pytest.raises(ConfigError, match=f"'{model_type}' cannot be served: its `{field}`"):
+        resolve(tmp_path, {}, config)
+
+
 def test_chunks_are_read_from_the_checkpoint() -> None:
     config = {"model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 64}
     settings = resolve_hybrid(config, 1000)
