@@ -1,0 +1,116 @@
+"""The batch of a GPU, on a CPU: uploads go to host memory, its ops are their naive twins.
+
+Tokens come to the host one step late, as they do where steps overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.test_input_batch import GEOMETRIES, MAX_LEN, Known, RandomPlans, check, offset_of
+from vllm._custom_ops.naive import batch as naive
+from vllm.step import PlanRow, StepPlan
+from vllm.worker import gpu_input_batch
+from vllm.worker.block_table import Int64Array
+from vllm.worker.gpu_input_batch import GpuInputBatch
+from vllm.worker.input_batch import StepInput
+
+SIZES = (1, 4, 16, 64)
+
+
+class HostRing:
+    """Stands in for the ring of pinned buffers."""
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        self._device = device
+
+    def upload(self, arrays: Sequence[Int64Array], target: Tensor | None = None) -> list[Tensor]:
+        joined = torch.from_numpy(np.concatenate(arrays))
+        target = torch.empty_like(joined) if target is None else target
+        target[: len(joined)] = joined
+        return list(target[: len(joined)].split([len(array) for array in arrays]))
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch) -> GpuInputBatch:
+    """An empty batch of at most 64 rows a step."""
+    monkeypatch.setattr(gpu_input_batch, "StagingRing", HostRing)
+    for name in ("prepare_decode_tokens", "prepare_decode_group"):
+        monkeypatch.setattr(gpu_input_batch, name, getattr(naive, name))
+    return GpuInputBatch(64, MAX_LEN, 4096, GEOMETRIES, torch.device("cpu"), decode_sizes=SIZES)
+
+
+def make_decode_plan(plans: RandomPlans, number: int) -> tuple[StepPlan, list[Known]]:
+    """One token for every sequence that has one left."""
+    active = [
+        k
+        for k in plans.known.values()
+        if k.computed + 1 == len(k.tokens) and k.computed + 1 < MAX_LEN
+    ]
+    rows = [
+        PlanRow(
+            seq_id=known.seq_id,
+            num_computed_tokens=known.computed,
+            num_new_tokens=1,
+            new_block_ids=plans._add_blocks(known, known.computed + 1),
+            num_samples=1,
+        )
+        for known in active
+    ]
+    return StepPlan(step=number, rows=rows), active
+
+
+def check_decode(step: StepInput, active: list[Known]) -> None:
+    """Rows are where they should be; padding reads nothing and is stored nowhere (trap 29)."""
+    batch, num_rows = step.batch, len(active)
+    num_padded = next(size for size in SIZES if size >= num_rows)
+    padding = [0] * (num_padded - num_rows)
+    assert batch.input_ids.tolist() == [k.tokens[k.computed] for k in active] + padding
+    assert batch.positions.tolist() == [k.computed for k in active] + padding
+    assert batch.seq_lens.tolist() == [k.computed + 1 for k in active] + padding
+    for number, (group, geometry) in enumerate(zip(batch.groups, GEOMETRIES, strict=True)):
+        slots = []
+        for known, offsets in zip(active, group.block_offsets.tolist(), strict=False):
+            table = [offset_of(b, geometry) for b in known.tables[number]]
+            assert offsets[: len(table)] == table
+            block, inside = divmod(known.computed, geometry.block_tokens)
+            is_stored = known.tables[number][block] >= 0
+            slots.append([table[block] if is_stored else -1, inside])
+        assert group.slots[:num_rows].tolist() == slots
+        assert (group.slots[num_rows:, 0] == -1).all()
+        assert (group.block_offsets[num_rows:] == geometry.pad_offset).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_plans_equal_the_oracle(seed: int, batch: GpuInputBatch) -> None:
+    plans = RandomPlans(seed)
+    late: list[tuple] = []
+    num_decodes = 0
+    for number in range(60):
+        plan, active = make_decode_plan(plans, number) if number % 2 else plans.make(number)
+        step = batch.apply(plan)
+        if step is None:
+            assert not plan.rows
+            continue
+        if step.is_decode:
+            batch.prepare_decode(len(step.batch.seq_lens))
+            check_decode(step, active)
+            num_decodes += 1
+        else:
+            check(step, plan, plans.known, is_padded=False)
+        sampled = [step.rows[i] for i in step.sampled]
+        tokens = [plans.random.randrange(50_000) for _ in sampled]
+        late.append((sampled, [row.num_tokens for row in sampled], tokens))
+        batch.advance(sampled, torch.tensor(tokens, dtype=torch.int64))
+        if len(late) == 2:
+            batch.settle(*late.pop(0))
+        for row, token in zip(sampled, tokens, strict=True):
+            plans.known[row.seq_id].tokens.append(token)
+        for known, row in zip(active, plan.rows, strict=True):
+            known.computed += row.num_new_tokens
+    assert num_decodes > 10
