@@ -27,6 +27,15 @@ def test_extremes_meet_the_cap() -> None:
     assert x.tolist() == [[-5.0, -5.0, 0.0, 5.0, 5.0]]
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_nan_stays_nan(isa: str, dtype: torch.dtype) -> None:
+    x = random_rows(2, 37, dtype=dtype, seed=5)
+    x[1, 3] = x[1, 36] = float("nan")
+    expected = x.isnan()
+    activation.soft_cap(x, 0.5, 30.0)
+    assert torch.equal(x.isnan(), expected)
+
+
 def test_rows_stand_alone(isa: str) -> None:
     x = random_rows(40, 5003, dtype=torch.float32, seed=1, scale=30.0)
 

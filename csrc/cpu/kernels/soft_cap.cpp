@@ -1,4 +1,4 @@
-// cap * tanh(x * scale / cap), in place.
+// cap * tanh(x * scale / cap), in place. NaN stays NaN: the sampler must see it.
 #include "cpu/kernels/soft_cap.h"
 
 #include "cpu/parallel.h"
@@ -12,8 +12,11 @@ void cap_rows(const SoftCapArgs& args) {
   // Pieces of rows, since a step may have one long row.
   constexpr int64_t kPiece = 4096, kElementCost = 16;
   const int64_t pieces = (args.n + kPiece - 1) / kPiece;
-  const Vec scale = set1(args.scale), cap = set1(args.cap);
-  const auto capped = [&](Vec x) { return mul(tanh(div(mul(x, scale), cap)), cap); };
+  const Vec scale = set1(args.scale), cap = set1(args.cap), zero = set1(0.0f);
+  const auto capped = [&](Vec x) {
+    const Vec y = mul(tanh(div(mul(x, scale), cap)), cap);
+    return select_less(x, zero, y, select_less(zero, x, y, x));  // neither: zero or NaN
+  };
   parallel_for(args.rows * pieces, args.rows * args.n * kElementCost,
                [&](int64_t begin, int64_t end) {
                  for (int64_t piece = begin; piece < end; ++piece) {
