@@ -94,15 +94,19 @@ def test_ten_longer_prompts(
         assert first_other is None or row["gaps"][first_other] < 1e-3
 
 
-def test_bfloat16_answers_do_not_depend_on_the_batch(smollm2_gguf: Path) -> None:
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_bfloat16_answers_do_not_depend_on_the_batch(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """Alone, in batches of 3, 8 and 32, in chunks of 16, 64 and 512: the same tokens."""
-    rows = json.loads((DATA / "smollm2_greedy.json").read_text())["prompts"]
+    path = request.getfixturevalue(f"{name}_gguf")
+    rows = json.loads((DATA / f"{name}_greedy.json").read_text())["prompts"]
     prompts = [{"prompt_token_ids": r["prompt_ids"]} for r in rows]
     params = greedy(max_tokens=16, ignore_eos=True)
     answers: dict[int, set[tuple[int, ...]]] = {i: set() for i in range(len(rows))}
     for chunk in (16, 64, 512):
         llm = LLM(
-            str(smollm2_gguf), dtype="bfloat16", max_model_len=256, max_num_batched_tokens=chunk,
+            str(path), dtype="bfloat16", max_model_len=256, max_num_batched_tokens=chunk,
             max_num_seqs=min(chunk, 32), enable_prefix_caching=False,
         )  # fmt: skip
         for size in (1, 3, 8, 32):
