@@ -32,8 +32,8 @@ FROM python:${PYTHON_VERSION}-slim-bookworm AS build-cpu
 ARG MAX_JOBS=4
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1
-# Where pip finds a CPU build of torch; empty takes the usual one, which carries CUDA libraries.
-ARG TORCH_INDEX_URL=
+# pip reads it: where a CPU build of torch is found. Unset takes the usual one, with CUDA libraries.
+ARG PIP_EXTRA_INDEX_URL
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
@@ -44,8 +44,7 @@ WORKDIR /src
 COPY requirements/constraints.txt requirements/constraints.txt
 # The version comes from the constraints file.
 # hadolint ignore=DL3013
-RUN pip install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} \
-      "$(grep '^torch==' requirements/constraints.txt)" \
+RUN pip install "$(grep '^torch==' requirements/constraints.txt)" \
     && pip install -c requirements/constraints.txt setuptools wheel cmake ninja
 COPY . .
 RUN VLLM_TARGET_DEVICE=cpu MAX_JOBS=${MAX_JOBS} pip wheel --no-build-isolation --no-deps -w /dist . \
