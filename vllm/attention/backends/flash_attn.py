@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -16,9 +16,14 @@ from vllm.attention.backends.contiguous import ContiguousBackend, PromptRows, ma
 
 
 class FlashAttnBackend(ContiguousBackend):
-    """Attention by flash-attn 2."""
+    """Attention by flash-attn 2.
+
+    Attributes:
+        package: what is imported.
+    """
 
     name: ClassVar[str] = "flashattn"
+    package: ClassVar[str] = "flash_attn"
     rules: ClassVar[Mapping[str, Rule]] = make_rules(256, "window", "soft_cap")
 
     def attend_prompts(
@@ -30,8 +35,7 @@ class FlashAttnBackend(ContiguousBackend):
         params: AttentionParams,
     ) -> Tensor:
         """See `ContiguousBackend.attend_prompts`."""
-        package = importlib.import_module("flash_attn")
-        out: Tensor = package.flash_attn_varlen_func(
+        found: Any = importlib.import_module(self.package).flash_attn_varlen_func(
             query_THD,
             key_SHD,
             value_SHD,
@@ -44,4 +48,6 @@ class FlashAttnBackend(ContiguousBackend):
             window_size=(params.window - 1, 0) if params.window else (-1, -1),
             softcap=params.soft_cap,
         )
+        # Some releases return the sums of the softmax beside the result.
+        out: Tensor = found[0] if isinstance(found, tuple) else found
         return out
