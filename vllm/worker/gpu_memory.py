@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.batch import ForwardBatch, GroupBatch
 from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.errors import OutOfMemoryError
 from vllm.model_executor.layers.sampler import Sampler, SampleRequest
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.model_executor.models.interfaces import TextModel
@@ -24,6 +25,7 @@ from vllm.step import NewRow, RowSampling
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+from vllm.worker.memory import GIB
 
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for one more graph beside the memory that it shares with the others."""
@@ -71,6 +73,9 @@ def measure_memory(
         tp: the ranks.
         limits: what a step may hold.
         device: where it runs.
+
+    Raises:
+        OutOfMemoryError: the step does not fit beside the weights.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -78,10 +83,17 @@ def measure_memory(
     weight_bytes = torch.cuda.memory_allocated()
     cache = CacheEngine(specs, _lay_out_least(groups), device)
     runner = GpuModelRunner(model, cache, kernels, tp, limits=limits, device=device)
-    _run_largest_step(model, runner, cache.geometries, limits, device)
-    step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
-    torch.cuda.empty_cache()
-    graph_bytes = _measure_graphs(runner, limits)
+    try:
+        _run_largest_step(model, runner, cache.geometries, limits, device)
+        step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
+        torch.cuda.empty_cache()
+        graph_bytes = _measure_graphs(runner, limits)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"a step of {limits.max_num_batched_tokens} tokens or {limits.max_num_seqs} sequences "
+            f"does not fit on {device} beside {weight_bytes / GIB:.2f} GiB of weights ({error}); "
+            "lower --max-num-batched-tokens or --max-num-seqs, or free memory on the card"
+        ) from error
     del runner, cache
     gc.collect()
     torch.cuda.empty_cache()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from vllm._custom_ops.triton.table import register_triton_ops
+from vllm.attention.backends.table import load_backend
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.logger import init_logger
+from vllm.logger import init_logger, warn_once
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms.interface import Platform
 from vllm.worker.cache_engine import CacheEngine
@@ -30,14 +31,22 @@ def set_up_device(index: int) -> torch.device:
     return device
 
 
-def read_limits(config: EngineConfig) -> RunnerLimits:
-    """Return what a step may hold."""
+def read_limits(config: EngineConfig, layers: LayerSetup) -> RunnerLimits:
+    """Return what a step may hold; graphs only where every layer's kernel can be captured."""
     scheduler = config.scheduler_config
+    kernels = sorted(set(layers.kernel_names.values()))
+    waiting = [name for name in kernels if not load_backend(name).is_capturable]
+    if waiting and not config.model_config.enforce_eager:
+        warn_once(
+            logger,
+            f"attention kernel {', '.join(waiting)} waits for the device, so that decode steps run "
+            "without CUDA graphs, many times slower; name another kernel, or let the engine choose",
+        )
     return RunnerLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        has_graphs=not config.model_config.enforce_eager,
+        has_graphs=not (config.model_config.enforce_eager or waiting),
     )
 
 
@@ -60,7 +69,7 @@ def choose_cache_bytes(
         list_groups(layers.specs, config),
         layers.kernel_names,
         tp,
-        limits=read_limits(config),
+        limits=read_limits(config, layers),
         device=device,
     )
     logger.info(
@@ -93,7 +102,7 @@ def make_runner(
 ) -> GpuModelRunner:
     """Return a runner that is ready for steps, its graphs captured."""
     runner = GpuModelRunner(
-        model, cache, layers.kernel_names, tp, limits=read_limits(config), device=device
+        model, cache, layers.kernel_names, tp, limits=read_limits(config, layers), device=device
     )
     runner.capture()
     return runner

@@ -90,3 +90,4 @@ def gated_rms_norm(
 
 
 OPS = {"gated_rms_norm": gated_rms_norm}
+SCHEMAS: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Which ops Triton serves on a GPU, and their registration with torch's dispatcher.
 
 Called by the worker once, where the model is on a GPU. A kernel module gives `OPS`, name to
-function with the op's own signature, and, for ops that exist on a GPU only, `SCHEMAS`, name to
-torch schema. A new module is a file plus a row here. Nothing is imported before it is asked for.
+function with the op's own signature, and `SCHEMAS`, name to torch schema of those ops that exist on
+a GPU only. A new module is a file plus a row here. Nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib
 from functools import cache
 
 import torch
+
+from vllm.errors import KernelError
 
 MODULES = (
     "batch",
@@ -30,12 +32,23 @@ _LIBRARIES: list[torch.library.Library] = []  # a registration lives as long as 
 
 @cache
 def register_triton_ops() -> None:
-    """Register every op of every module for CUDA tensors; the C++ schemas must be loaded before."""
+    """Register every op of every module for CUDA tensors; the C++ schemas must be loaded before.
+
+    Raises:
+        KernelError: Triton is missing or broken.
+    """
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise KernelError(
+            f"a GPU needs Triton, which cannot be imported ({error}); install the triton that "
+            f"belongs to torch {torch.__version__}, or use --device cpu"
+        ) from error
     definitions = torch.library.Library(_NAMESPACE, "FRAGMENT")
     kernels = torch.library.Library(_NAMESPACE, "IMPL", "CUDA")
     for name in MODULES:
         module = importlib.import_module(f"vllm._custom_ops.triton.{name}")
-        for schema in getattr(module, "SCHEMAS", {}).values():
+        for schema in module.SCHEMAS.values():
             definitions.define(schema)
         for op, function in module.OPS.items():
             kernels.impl(op, function)

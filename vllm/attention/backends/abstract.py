@@ -142,11 +142,13 @@ class AttentionBackend(ABC):
         name: the name in tables, configs and reports.
         addressing: how it reads the cache.
         masks_by_select: whether masked rows are selected away, so that NaN in them cannot leak.
+        is_capturable: whether its decode steps never wait for the device, as CUDA graphs need.
     """
 
     name: ClassVar[str]
     addressing: ClassVar[Addressing] = "strided"
     masks_by_select: ClassVar[bool] = True
+    is_capturable: ClassVar[bool] = True
 
     @abstractmethod
     def supports(self, query: KernelQuery) -> str | None:

@@ -38,6 +38,7 @@ class TorchBackend(AttentionBackend):
     """Attention in plain PyTorch, one row at a time."""
 
     name: ClassVar[str] = "torch"
+    is_capturable: ClassVar[bool] = False
 
     def supports(self, query: KernelQuery) -> str | None:
         """Serves everything that a mask can express, in any float type."""
