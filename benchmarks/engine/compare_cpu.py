@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,10 @@ from pathlib import Path
 from llama_server import LlamaServer
 from prepare_peers import Peers, prepare
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))
+
+from benchmarks.machine import describe_machine  # noqa: E402
 
 
 class ApiEngine:
@@ -115,17 +117,6 @@ def measure_all(engines: list, work: tuple[int, int, int], runs: int) -> dict[st
             "runs": measured,
         }
     return result
-
-
-def describe_machine() -> dict[str, object]:
-    """Return what a reader needs to place the figures."""
-    model = "unknown"
-    with open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -19,9 +18,13 @@ from pathlib import Path
 
 import torch
 
-from vllm import LLM, SamplingParams
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from benchmarks.machine import describe_machine, describe_versions  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parse_args() -> argparse.Namespace:
@@ -68,8 +71,9 @@ def main() -> int:
     result = {
         "command": f"python benchmarks/hybrid/uniform_cost.py MODEL --pairs {args.pairs}",
         "model": Path(args.model).name,
-        "machine": {"processor": platform.processor(), "python": platform.python_version()},
-        "torch": torch.__version__,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "date": time.strftime("%Y-%m-%d"),
         "batch_size": args.batch_size,
         "input_len": args.input_len,
         "output_len": args.output_len,

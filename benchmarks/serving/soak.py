@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import socket
 import statistics
@@ -34,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from raw_client import RawClient, Reply  # noqa: E402
+
+from benchmarks.machine import describe_machine, describe_versions  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SAMPLE_S = 2.0
@@ -340,12 +341,12 @@ def main() -> int:
         if process is not None:
             process.terminate()
             process.wait(30)
-    result["setting"] = {
-        "minutes": args.minutes,
-        "streams": args.streams,
-        "seed": args.seed,
-        "machine": platform.processor() or platform.machine(),
-        "cores": psutil.cpu_count(),
+    result |= {
+        "setting": {"minutes": args.minutes, "streams": args.streams, "seed": args.seed},
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
