@@ -1,7 +1,7 @@
 """One rank: its device, its model, its cache, its steps.
 
 Executors make one in the engine's process or one in each rank's process. The order is load, report,
-initialize_cache, execute. Talks to other ranks only through the TensorParallel it is given.
+initialize_cache, submit. Talks to other ranks only through the TensorParallel it is given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
-from vllm.step import StepOutput, StepPlan
+from vllm.step import StepPlan
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.layer_setup import LayerSetup, count_full_bytes, set_up_layers
 from vllm.worker.memory import GIB, choose_cpu_cache_bytes
@@ -105,10 +105,6 @@ class Worker:
         """Start one step; the one before need not have been waited for."""
         assert self._runner is not None, "the cache must be laid out before the first step"
         return self._runner.submit(plan)
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step."""
-        return self.submit(plan).wait()
 
     def close(self) -> None:
         """Let go of the model, the cache and the other ranks; safe to call twice."""
