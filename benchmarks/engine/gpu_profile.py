@@ -3,7 +3,9 @@
 Runs one work of `gpu_offline.py` under torch's profiler and adds up the kernels of its prefill and
 of its decode steps. Writes JSON.
 
-    python benchmarks/engine/gpu_profile.py qwen2-7b --work 512:64:64 --output-json FILE
+    python benchmarks/engine/gpu_profile.py qwen2-7b --works 512:64:64 --output-json FILE
+
+The prompts' part comes from the same work with one output; the rest is that of the decode steps.
 """
 
 from __future__ import annotations
@@ -54,6 +56,36 @@ def add_up(events: list[Any]) -> dict[str, Any]:
     }
 
 
+def report(result: dict[str, Any], num_out: int, top: int) -> None:
+    """Print where the time goes: prompts in all, and one decode step."""
+    prompts, both, steps = result["prompts"], result["all"], max(1, num_out - 1)
+    alone = {row["kernel"]: row for row in prompts["kernels"]}
+    none = {"total_us": 0.0, "calls": 0}
+    rest = [
+        {
+            "kernel": row["kernel"],
+            "calls": (row["calls"] - alone.get(row["kernel"], none)["calls"]) / steps,
+            "total_us": (row["total_us"] - alone.get(row["kernel"], none)["total_us"]) / steps,
+        }
+        for row in both["kernels"]
+    ]
+    rest.sort(key=lambda row: -row["total_us"])
+    print(
+        f"{result['shape']} {result['work']}: {result['seconds']:.3f} s unprofiled; "
+        f"prompts: kernels {prompts['kernel_us'] / 1e3:.2f} of {prompts['span_us'] / 1e3:.2f} ms; a decode step: "
+        f"kernels {(both['kernel_us'] - prompts['kernel_us']) / steps / 1e3:.3f} of "
+        f"{(both['span_us'] - prompts['span_us']) / steps / 1e3:.3f} ms"
+    )
+    for name, rows in (("prompts", prompts["kernels"]), ("step", rest)):
+        for row in rows[:top]:
+            each = row["total_us"] / row["calls"] if row["calls"] else 0.0
+            print(
+                f"  {name:8} {row['total_us'] / 1e3:9.3f} ms {row['calls']:7.1f} x {each:9.1f} us"
+                f"  {row['kernel'][:90]}",
+                flush=True,
+            )
+
+
 def main() -> int:
     """Profile, print and write."""
     args = parse_args()
@@ -84,29 +116,26 @@ def main() -> int:
             llm.generate(prompts, params, use_tqdm=False)
             return time.perf_counter() - start_s
 
+        def profile(num_in: int, num_out: int, batch: int) -> dict[str, Any]:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+            ) as profiler:
+                run(num_in, num_out, batch)
+                torch.cuda.synchronize()
+            return add_up([e for e in profiler.events() if e.device_time_total > 0])
+
         for work in args.works:
             num_in, num_out, batch = map(int, work.split(":"))
             run(num_in, num_out, batch)
-            seconds = run(num_in, num_out, batch)
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-            ) as profile:
-                run(num_in, num_out, batch)
-                torch.cuda.synchronize()
-            events = [e for e in profile.events() if e.device_time_total > 0]
-            result = {"shape": args.shape, "work": work, "seconds": seconds, **add_up(events)}
+            result = {
+                "shape": args.shape,
+                "work": work,
+                "seconds": run(num_in, num_out, batch),
+                "prompts": profile(num_in, 1, batch),
+                "all": profile(num_in, num_out, batch),
+            }
             results.append(result)
-            print(
-                f"{args.shape} {work}: {seconds:.3f} s unprofiled; {result['num_kernels']} kernels "
-                f"take {result['kernel_us'] / 1e6:.3f} s of {result['span_us'] / 1e6:.3f} s"
-            )
-            for row in result["kernels"][: args.top]:
-                each = row["total_us"] / row["calls"]
-                print(
-                    f"  {row['total_us'] / 1e3:9.2f} ms {row['calls']:6} x {each:9.1f} us"
-                    f"  {row['kernel'][:90]}",
-                    flush=True,
-                )
+            report(result, num_out, args.top)
             if args.output_json:
                 args.output_json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -65,9 +65,14 @@ GEMMA = Heads(name="8 heads, 4 KV, 256, window 1024", num_heads=8, num_kv_heads=
               window=1024)  # fmt: skip
 LATENT = Heads(name="16 heads, latent 576", num_heads=16, num_kv_heads=1, head_size=576,
                has_one_field=True)  # fmt: skip
+WIDE = Heads(name="16 heads, 2 KV, 256", num_heads=16, num_kv_heads=2, head_size=256)
+NEMOTRON = Heads(name="32 heads, 8 KV, 128", num_heads=32, num_kv_heads=8, head_size=128)
 DECODE = [(heads, b, s) for heads in (QWEN, GEMMA, LATENT) for b in (1, 8, 64)
           for s in (768, 4096, 16384)]  # fmt: skip
-SWEPT = [(QWEN, 1, 768), (QWEN, 8, 4096), (QWEN, 64, 4096), (GEMMA, 64, 4096), (LATENT, 64, 4096)]
+SWEPT = [(QWEN, 1, 640), (QWEN, 8, 640), (QWEN, 16, 640), (QWEN, 64, 640), (QWEN, 256, 640),
+         (QWEN, 64, 4096), (GEMMA, 1, 640), (GEMMA, 64, 640), (GEMMA, 32, 16384), (WIDE, 1, 640),
+         (WIDE, 64, 640), (WIDE, 32, 8320), (NEMOTRON, 64, 640), (NEMOTRON, 32, 8320),
+         (LATENT, 1, 640), (LATENT, 64, 640), (LATENT, 32, 8320)]  # fmt: skip
 DECODE_SIZES = ((16, 4, 3), (32, 4, 3), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3),
                 (128, 8, 3), (32, 8, 3), (32, 4, 5))  # fmt: skip
 PREFILL_SIZES = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
@@ -213,6 +218,14 @@ def list_decode_tiles(heads: Heads) -> Iterator[Tile]:
         yield replace(own, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
+def list_splits(heads: Heads, num_rows: int) -> Iterator[int | None]:
+    """Yield our own number of splits and those that give a processor about 1 to 8 programs."""
+    yield None
+    groups = num_rows * heads.num_kv_heads
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    yield from sorted({max(1, min(64, round(k * processors / groups))) for k in (1, 2, 3, 4, 6, 8)})
+
+
 def list_prefill_tiles() -> Iterator[Tile]:
     """Yield tiles that are worth a try."""
     for block_m, block_n, num_warps, num_stages in PREFILL_SIZES:
@@ -236,7 +249,7 @@ def run_side_by_side(calls: list[Callable[[], object]]) -> None:
 
 def sweep(copy_rate: float, flops_rate: float) -> None:
     """Time other tiles and numbers of splits; a line for each goes to stderr."""
-    small = {heads: make_decode_args(heads, 2, 64)[0] for heads in (QWEN, GEMMA, LATENT)}
+    small = {heads: make_decode_args(heads, 2, 64)[0] for heads, _, _ in SWEPT}
     prompts = [make_prompt_args(1, computed, 256) for computed in (0, 256)]
     run_side_by_side([
         *(partial(decode_attention, small[h], 2, 64, t) for h in small
@@ -247,7 +260,7 @@ def sweep(copy_rate: float, flops_rate: float) -> None:
     for heads, num_rows, seq_len in SWEPT:
         layers = make_decode_args(heads, num_rows, seq_len)
         for tile in list_decode_tiles(heads):
-            for num_splits in (None, 1, 2, 4, 8, 16, 32):
+            for num_splits in list_splits(heads, num_rows):
                 try_line(
                     f"{heads.name} b{num_rows} {seq_len} {tile} {num_splits}",
                     partial(measure_decode, heads, layers, seq_len, copy_rate, tile, num_splits),

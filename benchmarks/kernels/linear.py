@@ -1,4 +1,4 @@
-"""Products of few rows with the weights of Qwen2-7B: our kernel in several forms beside torch's.
+"""Products of few rows with weights of known models: our kernel in several forms beside torch's.
 
 Run by hand on a GPU (`python -m benchmarks.kernels.linear`), under a minute with the compilation.
 Prints a JSON line for each shape and number of rows: the time of torch's product and of our best
@@ -44,11 +44,31 @@ class Shape:
 
 
 SHAPES = (
-    Shape(name="qkv", n=4608, k=3584),
-    Shape(name="o", n=3584, k=3584),
-    Shape(name="gate_up", n=37888, k=3584, activation="silu"),
-    Shape(name="down", n=3584, k=18944),
-    Shape(name="lm_head", n=152064, k=3584),
+    Shape(name="qwen2.qkv", n=4608, k=3584),
+    Shape(name="qwen2.o", n=3584, k=3584),
+    Shape(name="qwen2.gate_up", n=37888, k=3584, activation="silu"),
+    Shape(name="qwen2.down", n=3584, k=18944),
+    Shape(name="qwen2.lm_head", n=152064, k=3584),
+    Shape(name="nemotron.in", n=18560, k=4096),
+    Shape(name="nemotron.out", n=4096, k=8192),
+    Shape(name="nemotron.up", n=21504, k=4096),
+    Shape(name="nemotron.down", n=4096, k=21504),
+    Shape(name="nemotron.qkv", n=6144, k=4096),
+    Shape(name="gemma.qkv", n=4096, k=2560),
+    Shape(name="gemma.o", n=2560, k=2048),
+    Shape(name="gemma.gate_up", n=20480, k=2560, activation="gelu_tanh"),
+    Shape(name="gemma.down", n=2560, k=10240),
+    Shape(name="qwen3-next.qkvz", n=12288, k=2048),
+    Shape(name="qwen3-next.ba", n=64, k=2048),
+    Shape(name="qwen3-next.out", n=2048, k=4096),
+    Shape(name="qwen3-next.qkv", n=9216, k=2048),
+    Shape(name="qwen3-next.shared", n=1024, k=2048, activation="silu"),
+    Shape(name="qwen3-next.shared_down", n=2048, k=512),
+    Shape(name="deepseek.q", n=3072, k=2048),
+    Shape(name="deepseek.kv_a", n=576, k=2048),
+    Shape(name="deepseek.o", n=2048, k=2048),
+    Shape(name="deepseek.shared", n=5632, k=2048, activation="silu"),
+    Shape(name="deepseek.shared_down", n=2048, k=2816),
 )
 
 
@@ -179,7 +199,7 @@ def report(bench: Bench, num_rows: int, broken: Broken, copy_rate: float) -> Non
     }
     for config, time_us in times.items():
         fields = dataclasses.astuple(config)
-        print(f"{shape.name:8} {num_rows:3} {time_us:8.1f} us {fields}", file=sys.stderr)
+        print(f"{shape.name:22} {num_rows:3} {time_us:8.1f} us {fields}", file=sys.stderr)
     best = min(times, key=lambda config: times[config])
     torch_us = bench.measure_torch_us(num_rows)
     line = {
@@ -199,9 +219,9 @@ def main() -> None:
     """Print a JSON line for each shape and number of rows; every form's time goes to stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
-    parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--shapes", nargs="*", default=[""], help="what their names begin with")
     args = parser.parse_args()
-    shapes = [shape for shape in SHAPES if shape.name in args.shapes]
+    shapes = [shape for shape in SHAPES if shape.name.startswith(tuple(args.shapes))]
     copy_rate = measure_copy_bytes_per_s()
     print(json.dumps({"copy_tb_per_s": round(copy_rate / 1e12, 3)}), flush=True)
     broken = compile_all(shapes, args.rows)
