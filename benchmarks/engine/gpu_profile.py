@@ -72,7 +72,8 @@ def report(result: dict[str, Any], num_out: int, top: int) -> None:
     rest.sort(key=lambda row: -row["total_us"])
     print(
         f"{result['shape']} {result['work']}: {result['seconds']:.3f} s unprofiled; "
-        f"prompts: kernels {prompts['kernel_us'] / 1e3:.2f} of {prompts['span_us'] / 1e3:.2f} ms; a decode step: "
+        f"prompts: kernels {prompts['kernel_us'] / 1e3:.2f} of {prompts['span_us'] / 1e3:.2f} ms; "
+        f"a decode step: "
         f"kernels {(both['kernel_us'] - prompts['kernel_us']) / steps / 1e3:.3f} of "
         f"{(both['span_us'] - prompts['span_us']) / steps / 1e3:.3f} ms"
     )
