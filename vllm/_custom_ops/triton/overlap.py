@@ -1,0 +1,77 @@
+"""Kernels that begin while the one before still runs: programmatic dependent launch. Triton.
+
+Called by the kernels of a decode step, whose way in and out would else cost as much as a small
+kernel's work. A kernel calls `let_next_start` first of all, may then prefetch what no kernel of a
+step writes (weights), and calls `await_inputs` on every path before it reads or writes anything
+else: only then the results of all kernels before it are seen, and whoever waits for this kernel has
+waited for those too. It is launched with `OVERLAPS=overlaps(device), launch_pdl=overlaps(device)`.
+Where devices cannot overlap, nothing of it is compiled.
+
+Source: the PTX manual, `griddepcontrol`, `prefetch` and `cp.async.bulk.prefetch`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LINE_BYTES = 128
+"""What one `prefetch_lines` asks for."""
+
+_FIRST_CAPABILITY = (9, 0)
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Return whether kernels on a device can begin before their inputs are there."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+
+
+@triton.jit
+def let_next_start(OVERLAPS: tl.constexpr):
+    """Let the next kernel take what room there is as soon as every program has said so."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_inputs(OVERLAPS: tl.constexpr):
+    """Wait until the kernels before have ended and what they wrote is seen."""
+    if OVERLAPS:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_lines(places, OVERLAPS: tl.constexpr):
+    """Ask L2 for the line of 128 bytes around each of `places`, a tensor of pointers.
+
+    Every thread asks for its elements: give at least as many as a program has threads.
+    """
+    if OVERLAPS:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [places], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def prefetch_spans(starts, num_bytes, OVERLAPS: tl.constexpr):
+    """Ask L2 for `num_bytes` from each of `starts` on, both multiples of 16; none where it is 0.
+
+    One instruction a span. Every thread asks for its elements, as in `prefetch_lines`.
+    """
+    if OVERLAPS:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %any; setp.gt.s32 %any, $2, 0; "
+            "@%any cp.async.bulk.prefetch.L2.global [$1], $2; } // $0",
+            "=r,l,r",
+            [starts, num_bytes],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
