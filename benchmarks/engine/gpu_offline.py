@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -26,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES, write_shape
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.machine import describe_machine, describe_versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEER = RESULTS / "h200_peer.json"
@@ -216,7 +219,9 @@ def main() -> int:
     result: dict[str, Any] = {
         "what": "offline throughput, made-up bfloat16 weights, greedy, medians",
         "command": " ".join(["python", "benchmarks/engine/gpu_offline.py", *sys.argv[1:]]),
-        "machine": {"python": platform.python_version()},
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "date": time.strftime("%Y-%m-%d"),
         "runs": args.runs,
         "ready": {},
         "rows": [],

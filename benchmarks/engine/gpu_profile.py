@@ -24,6 +24,9 @@ import torch
 from gpu_offline import PLANS
 from shapes import SHAPES, write_shape
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.machine import describe_machine, describe_versions
 from vllm import LLM, SamplingParams
 
 
@@ -54,6 +57,19 @@ def add_up(events: list[Any]) -> dict[str, Any]:
         "num_kernels": len(events),
         "kernels": rows,
     }
+
+
+def write_json(path: Path, works: list[dict[str, Any]]) -> None:
+    """Write what was found so far."""
+    result = {
+        "what": "kernels of one run of a work, by torch's profiler: prompts alone, and all",
+        "command": " ".join(["python", "benchmarks/engine/gpu_profile.py", *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "works": works,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def report(result: dict[str, Any], num_out: int, top: int) -> None:
@@ -138,7 +154,7 @@ def main() -> int:
             results.append(result)
             report(result, num_out, args.top)
             if args.output_json:
-                args.output_json.write_text(json.dumps(results, indent=1) + "\n")
+                write_json(args.output_json, results)
     return 0
 
 
