@@ -47,6 +47,8 @@ class Load:
         decoding_usage: same, while every running request was past its prompt.
         decoding_lens: lengths of the requests at that moment.
         peak_running: most requests that ran at once.
+        decode_s: seconds of the steps around which every running request was past its prompt.
+        num_decoded: tokens of these steps.
     """
 
     first_s: dict[str, float] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Load:
     decoding_usage: float = 0.0
     decoding_lens: list[int] = field(default_factory=list)
     peak_running: int = 0
+    decode_s: float = 0.0
+    num_decoded: int = 0
 
 
 def make_parser() -> FlexibleArgumentParser:
@@ -185,10 +189,12 @@ def run_batch(
         )
     start_s = time.perf_counter()
     last_s: dict[str, float] = {}
+    stepped_s, was_decoding = start_s, False
     while engine.has_work:
         results = engine.step()
         now_s = time.perf_counter()
         stats = engine.stats()
+        num_answered = len(load.first_s)
         for result in results:
             if not result.token_ids:
                 continue
@@ -203,6 +209,10 @@ def run_batch(
         load.peak_running = max(load.peak_running, stats.num_running)
         load.peak_usage = max(load.peak_usage, stats.cache_usage)
         is_decoding = len(load.lens) == stats.num_running
+        if was_decoding and len(load.first_s) == num_answered:
+            load.decode_s += now_s - stepped_s
+            load.num_decoded += sum(len(result.token_ids) for result in results)
+        stepped_s, was_decoding = now_s, is_decoding
         if is_decoding and stats.cache_usage >= load.decoding_usage:
             load.decoding_usage = stats.cache_usage
             load.decoding_lens = list(load.lens.values())
@@ -218,6 +228,7 @@ def describe_load(load: Load, num_tokens: int, elapsed_s: float) -> dict[str, fl
     return {
         "elapsed_s": elapsed_s,
         "tokens_per_s": num_tokens / elapsed_s,
+        "decode_tokens_per_s": load.num_decoded / load.decode_s if load.decode_s else 0.0,
         "peak_running": load.peak_running,
         **{f"p{rank}_token_ms": value for rank, value in gaps_ms.items()},
         **{f"p{rank}_first_token_ms": value for rank, value in first_ms.items()},

@@ -36,6 +36,7 @@ def format_table(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"batch of {size}"
         for key, title, scale, form in (
             ("tokens_per_s", "tokens a second", 1.0, ".1f"),
+            ("decode_tokens_per_s", "same, past all prompts", 1.0, ".1f"),
             ("p50_token_ms", "P50 of a token, ms", 1.0, ".2f"),
             ("p99_token_ms", "P99 of a token, ms", 1.0, ".2f"),
             ("p50_first_token_ms", "P50 of the first token, ms", 1.0, ".1f"),
