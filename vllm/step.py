@@ -131,7 +131,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """Whether the workers have nothing at all to do."""
-        return not (self.rows or self.dropped or self.new_rows or self.copies)
+        return not (
+            self.rows or self.dropped or self.new_rows or self.copies or self.zero_superblocks
+        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -72,3 +72,9 @@ def test_preemption_and_recompute():
         "drop [1]; 0: 12+1 [2]",
         "drop [0]; new 1.0 at 0 [0, 1, 4, 2]; 1: 0+13",
     ]
+
+
+def test_a_plan_that_only_zeroes_is_submitted():
+    """The arena says once only that a superblock has changed hands."""
+    assert StepPlan(step=0).is_empty
+    assert not StepPlan(step=0, zero_superblocks=[3]).is_empty

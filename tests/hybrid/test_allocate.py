@@ -19,7 +19,7 @@ from vllm.config.hybrid import HybridSettings, LayerPolicy
 from vllm.errors import ConfigError
 from vllm.hybrid.apply import name_specs
 from vllm.hybrid.grouping import group_layers
-from vllm.step import BlockCopy, NewRow, PlanRow, RowSampling, StepPlan
+from vllm.step import NewRow, PlanRow, RowSampling, StepPlan
 from vllm.types import DType
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.hybrid_cache import count_hybrid_bytes
@@ -137,19 +137,6 @@ def test_states_have_one_block_and_no_rows() -> None:
     assert window.block_offsets[0, 0] == engine.geometries[1].pad_offset
     assert (window.slots[:16, 0] == -1).all(), "tokens without a block are not stored"
     assert (window.slots[16:, 0] >= 0).all()
-
-
-def test_a_block_that_changes_hands_is_clean_also_as_a_checkpoint() -> None:
-    engine = make_engine()
-    engine.prepare_step(make_plan())
-    engine.arena.fill_(7)
-    plan = StepPlan(step=1, copies=[BlockCopy(group=0, source=0, target=3)])
-    engine.prepare_step(plan)  # superblock 1 was the states', the windows' is 0
-    size = engine.geometries[0].superblock_units * 256
-    left = engine.arena[size : 2 * size]
-    copied = engine.geometries[0].block_bytes
-    assert (left[copied : 2 * copied] == 7).all()
-    assert not left[2 * copied :].any()
 
 
 def test_groups_of_one_type_have_names_of_their_own() -> None:

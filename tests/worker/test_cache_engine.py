@@ -147,18 +147,29 @@ def test_ranks_of_other_models_are_refused() -> None:
         CacheEngine(SPECS, make_layout(((0, 9), 4, 3)), CPU)
 
 
-def test_a_superblock_is_zeroed_when_its_owner_changes() -> None:
+def test_superblocks_are_zeroed_as_the_plan_says() -> None:
     specs = (make_spec(0), make_spec(1, lifetime=Window(tokens=8)))
     cache = CacheEngine(specs, make_layout(((0,), 4, 2), ((1,), 8, 1)), CPU)
     superblock_bytes = cache.geometries[0].superblock_units * 256
-    cache.prepare_step(make_plan(rows=grow([2, 3], [0])))  # superblock 1 to group 0, 0 to group 1
     cache.arena.fill_(7)
-    cache.prepare_step(make_plan(rows=grow([2], [0])))  # same owners
+    cache.prepare_step(make_plan(rows=grow([2], [0])))
     assert (cache.arena == 7).all()
-    cache.prepare_step(make_plan(rows=grow([], [1])))  # superblock 1 to group 1
+    cache.prepare_step(make_plan(zero_superblocks=[1, 3], rows=grow([6], [1])))
     touched = cache.arena.view(5, superblock_bytes)
-    assert not touched[1].any()
-    assert (touched[[0, 2, 3, 4]] == 7).all()
+    assert not touched[[1, 3]].any()
+    assert (touched[[0, 2, 4]] == 7).all()
+
+
+def test_superblocks_are_zeroed_before_copies_fill_them() -> None:
+    cache = CacheEngine(SPECS, make_layout(((0, 1, 3), 4, 3)), CPU)
+    geometry = cache.geometries[0]
+    cache.arena.fill_(7)
+    copy = BlockCopy(group=0, source=1, target=7)
+    cache.prepare_step(make_plan(zero_superblocks=[2], copies=[copy]))
+    size = geometry.superblock_units * 256
+    start, copied = geometry.get_offset(7) * 256, geometry.block_bytes
+    assert (cache.arena[start : start + copied] == 7).all()
+    assert int(cache.arena[2 * size : 3 * size].sum()) == 7 * copied
 
 
 def test_copies_move_whole_blocks_of_their_group() -> None:

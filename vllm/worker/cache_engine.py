@@ -36,7 +36,6 @@ from vllm.worker.hybrid_cache import TypeCache, cut_groups, describe_types
 logger = init_logger(__name__)
 
 _NAN_BYTE = 0xFF  # all bits set is NaN in every float type
-_NO_OWNER = -1
 
 
 class CacheEngine:
@@ -104,7 +103,7 @@ class CacheEngine:
         self.caches = _bind_layers(self.arena, groups, self._specs)
         if self._is_poisoned:
             self.arena.fill_(_NAN_BYTE)
-        self._owners = [_NO_OWNER] * num_superblocks
+        self._num_superblocks = num_superblocks
         self._superblock_bytes = superblock_bytes
 
     def allocate_hybrid(self, block_size_map: Mapping[str, int]) -> dict[str, TypeCache]:
@@ -125,19 +124,21 @@ class CacheEngine:
             geometry = plan_superblocks([group.block_bytes for group in groups], num_bytes // 2)
             num_superblocks = num_bytes // geometry.superblock_bytes - 1
             self._lay_out(groups, geometry.blocks_per_superblock, num_superblocks)
-        counts = [g.blocks_per_superblock * len(self._owners) for g in self.geometries]
+        counts = [g.blocks_per_superblock * self._num_superblocks for g in self.geometries]
         return describe_types(groups, counts, self.caches, self._specs, self._uncached_types)
 
     def prepare_step(self, plan: StepPlan) -> None:
-        """Clean what the step's new blocks need cleaned, then run the plan's copies.
+        """Zero the superblocks that the plan names, then run its copies.
 
-        A superblock is zeroed before its first use by another group than the last. Under
-        VLLM_POISON_CACHE every block is filled with NaN whenever a sequence gets it afresh.
+        Under VLLM_POISON_CACHE every block is filled with NaN instead, whenever a sequence gets it
+        afresh.
         """
         if self._is_poisoned:
             self._poison_fresh(plan)
-        elif len(self.groups) > 1:
-            self._clean_superblocks(plan)
+        else:
+            for superblock in plan.zero_superblocks:
+                start = superblock * self._superblock_bytes
+                self.arena[start : start + self._superblock_bytes].zero_()
         if plan.copies:
             self._copy_blocks(plan)
 
@@ -146,17 +147,6 @@ class CacheEngine:
             geometry = self.geometries[group]
             start = geometry.get_offset(block_id) * BLOCK_ALIGNMENT_BYTES
             self.arena[start : start + geometry.block_bytes].fill_(_NAN_BYTE)
-
-    def _clean_superblocks(self, plan: StepPlan) -> None:
-        for group, block_id in self._list_fresh(plan):
-            superblock = block_id // self.geometries[group].blocks_per_superblock
-            owner = self._owners[superblock]
-            if owner == group:
-                continue
-            self._owners[superblock] = group
-            if owner != _NO_OWNER:  # never used before: still zero
-                start = superblock * self._superblock_bytes
-                self.arena[start : start + self._superblock_bytes].zero_()
 
     def _list_fresh(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
         """Yield (group, block id) of each block without a valid row before this step's copies."""
