@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.utils.tiny_models import TinyModels
-from vllm import AsyncEngineArgs, EngineArgs
+from vllm import LLM, AsyncEngineArgs, EngineArgs, LLMEngine
 from vllm.config import EngineConfig
+from vllm.config.resolve import _resolve_scheduler
 from vllm.errors import ConfigError
 from vllm.types import DType
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils import FlexibleArgumentParser
 
 # Every engine flag of 0.6.3 (surface/cli.md section 3). A flag may be added here, never taken away.
@@ -162,6 +164,39 @@ def test_model_config_answers(model: Path) -> None:
 def test_budgets(model: Path, options: dict, expected: tuple[int, int]) -> None:
     scheduler = resolve(model, **options).scheduler_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "context", "expected"),
+    [
+        ({}, UsageContext.ENGINE_CONTEXT, (8192 + 256, 256)),
+        ({}, UsageContext.OPENAI_API_SERVER, (8192 + 256, 256)),
+        ({}, UsageContext.LLM_CLASS, (16384 + 256, 256)),
+        ({"max_num_seqs": 4}, UsageContext.LLM_CLASS, (16384 + 4, 4)),
+        ({"max_num_batched_tokens": 64}, UsageContext.LLM_CLASS, (64, 64)),
+        ({"enable_chunked_prefill": False}, UsageContext.LLM_CLASS, (2048, 256)),
+    ],
+)
+def test_budgets_on_a_gpu(
+    model: Path, options: dict, context: UsageContext, expected: tuple[int, int]
+) -> None:
+    args = EngineArgs(model=str(model), **options)
+    scheduler = _resolve_scheduler(args, resolve(model).model_config, "cuda", context)
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == expected
+
+
+def test_llm_says_who_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        """Nothing is loaded here."""
+
+    def resolve_nothing(args: EngineArgs, usage_context: UsageContext) -> EngineConfig:
+        raise Stop(usage_context)
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", resolve_nothing)
+    with pytest.raises(Stop, match="LLM_CLASS"):
+        LLM(str(model))
+    with pytest.raises(Stop, match="ENGINE_CONTEXT"):
+        LLMEngine.from_engine_args(EngineArgs(model=str(model)))
 
 
 def test_dtype_and_lengths(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

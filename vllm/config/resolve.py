@@ -32,6 +32,7 @@ from vllm.transformers_utils.dtype import checkpoint_dtype, resolve_dtype
 from vllm.transformers_utils.gguf_file import is_gguf_file
 from vllm.transformers_utils.hub import resolve_path
 from vllm.transformers_utils.rope_config import context_len, normalize_rope
+from vllm.usage.usage_lib import UsageContext
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -43,20 +44,30 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 _DEFAULT_MAX_NUM_SEQS = 256
 _DEFAULT_CONTEXT_LEN = 2048
 # Tokens of a step: enough to fill the matrix units, few enough that streams do not stall. On two
-# cores 512 prefills SmolLM2 within 5 % of 2048 (256: 12 % slower). On a GPU 8192 tokens of a
-# 7B model take about a fifth of a second.
-_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+# cores 512 prefills SmolLM2 within 5 % of 2048 (256: 12 % slower).
+_CPU_BATCHED_TOKENS = 512
+# Tokens of prompts in a step on a GPU, beside one for every sequence: decode rows would otherwise
+# cut each long prompt a few tokens before its end. 8192 tokens of a 7B model take about a fifth of
+# a second, which is how long a server's streams then stall; nobody watches those of `LLM`.
+_GPU_PROMPT_TOKENS = 8192
+_GPU_OFFLINE_PROMPT_TOKENS = 16384
 
 
-def resolve_engine_config(args: EngineArgs) -> EngineConfig:
+def resolve_engine_config(
+    args: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
+) -> EngineConfig:
     """Return the configuration that `args` asks for.
+
+    Args:
+        args: what the user gave.
+        usage_context: who makes the engine; `LLM` gets longer steps than a server on a GPU.
 
     Raises: ConfigError saying what was given, what is allowed and what to do.
     """
     check_accepted(args)
     device = _resolve_device(args.device)
     model = _resolve_model(args, device)
-    scheduler = _resolve_scheduler(args, model, device)
+    scheduler = _resolve_scheduler(args, model, device, usage_context)
     return EngineConfig(
         model_config=model,
         cache_config=_resolve_cache(args),
@@ -176,13 +187,16 @@ def _resolve_max_model_len(args: EngineArgs, config: Mapping[str, Any]) -> int:
     return wanted
 
 
-def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> SchedulerConfig:
+def _resolve_scheduler(
+    args: EngineArgs, model: ModelConfig, device: str, usage_context: UsageContext
+) -> SchedulerConfig:
     is_chunked = args.enable_chunked_prefill is not False
-    budget = args.max_num_batched_tokens
-    if budget is None:
-        default = _DEFAULT_BATCHED_TOKENS[device]
-        budget = default if is_chunked else max(model.max_model_len, 2048)
     max_num_seqs = args.max_num_seqs
+    budget = args.max_num_batched_tokens
+    if budget is None and is_chunked:
+        budget = _choose_budget(max_num_seqs, device, usage_context)
+    elif budget is None:
+        budget = max(model.max_model_len, 2048)
     if budget < 1 or max_num_seqs < 1:
         raise ConfigError(
             f"max_num_batched_tokens and max_num_seqs must be at least 1, got {budget} and "
@@ -220,6 +234,15 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> Sch
         # A CPU plans on the cores that compute: nothing would be gained.
         max_steps_in_flight=2 if device == "cuda" and not args.disable_async_output_proc else 1,
     )
+
+
+def _choose_budget(max_num_seqs: int, device: str, usage_context: UsageContext) -> int:
+    """Return the default token budget of a step where prompts may be cut."""
+    if device == "cpu":
+        return _CPU_BATCHED_TOKENS
+    is_offline = usage_context is UsageContext.LLM_CLASS
+    prompt_tokens = _GPU_OFFLINE_PROMPT_TOKENS if is_offline else _GPU_PROMPT_TOKENS
+    return prompt_tokens + max(max_num_seqs, 0)
 
 
 def _resolve_cache(args: EngineArgs) -> CacheConfig:

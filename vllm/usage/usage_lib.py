@@ -1,4 +1,4 @@
-"""Who makes an engine. Kept for callers of 0.6.3; there is no telemetry of any kind."""
+"""Who makes an engine, which decides defaults; there is no telemetry of any kind."""
 
 from __future__ import annotations
 
