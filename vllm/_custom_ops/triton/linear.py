@@ -19,7 +19,15 @@ from vllm._custom_ops.triton.linear_table import (
     MAX_ROWS,
     SkinnyConfig,
     choose_config,
+    count_ahead,
     count_splits,
+)
+from vllm._custom_ops.triton.overlap import (
+    SPAN_BYTES,
+    await_inputs,
+    let_next_start,
+    overlaps,
+    prefetch_spans,
 )
 from vllm._custom_ops.triton.product import (
     NUM_COUNTERS,
@@ -34,6 +42,9 @@ from vllm.errors import ShapeError
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _PLAIN = ""
 _SMALLEST_TILE = 16
+
+PREFETCH_BYTES = 20 << 20
+"""Of a weight, what L2 is asked for while the kernels before still run; an H200's holds 50 MB."""
 
 
 @triton.jit
@@ -69,7 +80,18 @@ def _sum_parts(places, stride, num_parts, is_in):
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "split_blocks"])
+@triton.jit
+def _prefetch_rows(weight, rows, first, end, K, ahead, PIECES: tl.constexpr):
+    """Ask L2 for `ahead` columns of weight rows from `first` on, but not for `end` and more."""
+    span = ahead // PIECES
+    starts = first + tl.arange(0, PIECES) * span
+    num_columns = tl.minimum(tl.maximum(end - starts, 0), span)
+    num_bytes = num_columns * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    places = weight + rows[:, None].to(tl.int64) * K + starts[None, :]
+    prefetch_spans(places, num_bytes[None, :] + tl.zeros_like(rows)[:, None], True)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "split_blocks", "ahead"])
 def _skinny_kernel(
     out,
     x,
@@ -84,6 +106,7 @@ def _skinny_kernel(
     out_stride,
     num_splits,
     split_blocks,
+    ahead,
     ACTIVATION: tl.constexpr,
     IS_VECTOR: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
@@ -92,22 +115,32 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    let_next_start(OVERLAPS)
     tile, split = tl.program_id(0), tl.program_id(1)
     IS_GATED: tl.constexpr = ACTIVATION != ""
     rows_T, rows_N = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(rows_N, N - 1)  # those outside are read again and not stored
     first = split * (split_blocks * BLOCK_K)
     end = tl.minimum(first + split_blocks * BLOCK_K, K)
+    if PREFETCHES:
+        _prefetch_rows(weight, rows, first, end, K, ahead, PIECES)
+        if IS_GATED:
+            _prefetch_rows(weight, rows + N, first, end, K, ahead, PIECES)
+    await_inputs(OVERLAPS)
     if IS_VECTOR:
         gate, up = multiply_row(
-            x, weight, rows, rows + N, first, end, K, IS_GATED, EVEN_K, BLOCK_N, BLOCK_K, STAGES
+            x, weight, rows, rows + N, first, end, K, IS_GATED, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
+            ahead, PREFETCHES,
         )  # fmt: skip
     else:
         starts = rows_T.to(tl.int64) * x_stride
         gate, up = multiply_tile(
             x, starts, rows_T < num_rows, weight, rows, rows + N, first, end, K,
-            IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, ahead, PREFETCHES,
         )  # fmt: skip
     is_in = (rows_T < num_rows)[:, None] & (rows_N < N)[None, :]
     if parts is None:
@@ -139,6 +172,12 @@ def count_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _can_prefetch(weight: Tensor) -> bool:
+    """Return whether rows of a weight start where spans may."""
+    row_bytes = weight.shape[1] * weight.element_size()
+    return overlaps(weight.device) and (row_bytes | weight.data_ptr()) % SPAN_BYTES == 0
+
+
 def launch_skinny(
     out_TN: Tensor,
     x_TK: Tensor,
@@ -146,14 +185,26 @@ def launch_skinny(
     bias_N: Tensor | None,
     activation: str,
     config: SkinnyConfig,
+    *,
+    prefetch_bytes: int = PREFETCH_BYTES,
 ) -> None:
     """Run the kernel in a given form; benchmarks and tests choose it.
 
-    An activation other than "" means that the weight has gate rows, then as many up rows.
+    Args:
+        out_TN, x_TK, weight_NK, bias_N: as in the doors.
+        activation: other than "" means that the weight has gate rows, then as many up rows.
+        config: the form.
+        prefetch_bytes: how much of the weight may lie in L2 before it is multiplied.
     """
     (num_rows, num_outputs), k = out_TN.shape, x_TK.shape[1]
-    num_splits, split_blocks = count_splits(config, num_outputs, k, count_sms(x_TK.device))
+    num_sms, has_overlap = count_sms(x_TK.device), overlaps(x_TK.device)
+    num_splits, split_blocks = count_splits(config, num_outputs, k, num_sms)
     num_tiles = triton.cdiv(num_outputs, config.block_n)
+    ahead = count_ahead(
+        config, num_programs=num_tiles * num_splits, num_columns=split_blocks * config.block_k,
+        itemsize=x_TK.element_size(), num_sms=num_sms, is_gated=bool(activation),
+        num_bytes=prefetch_bytes if _can_prefetch(weight_NK) else 0,
+    )  # fmt: skip
     parts = None
     if num_splits > 1:
         assert num_tiles <= NUM_COUNTERS, "a weight of so many tiles is not split"
@@ -173,6 +224,7 @@ def launch_skinny(
         out_TN.stride(0),
         num_splits,
         split_blocks,
+        ahead,
         ACTIVATION=activation,
         IS_VECTOR=config.is_vector,
         IS_SWAPPED=config.is_swapped,
@@ -181,8 +233,12 @@ def launch_skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
+        PIECES=config.num_pieces,
+        PREFETCHES=ahead > 0,
+        OVERLAPS=has_overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=has_overlap,
     )
 
 
@@ -193,7 +249,7 @@ def skinny_linear(
     _check("skinny_linear", out_TN, x_TK, weight_NK, bias_N, parts=1)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(*out_TN.shape, is_gated=False)
+    config = choose_config(*out_TN.shape, x_TK.shape[1], is_gated=False)
     launch_skinny(out_TN, x_TK, weight_NK, bias_N, _PLAIN, config)
 
 
@@ -209,7 +265,7 @@ def skinny_gated_linear(
     _check("skinny_gated_linear", out_TI, x_TK, weight_2IK, bias_2I, parts=2)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(*out_TI.shape, is_gated=True)
+    config = choose_config(*out_TI.shape, x_TK.shape[1], is_gated=True)
     launch_skinny(out_TI, x_TK, weight_2IK, bias_2I, activation, config)
 
 

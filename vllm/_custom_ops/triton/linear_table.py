@@ -7,7 +7,7 @@ A plain table, no tuning at run time. Called by `linear.py` beside it and by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_ROWS = 64
 """More rows are torch's."""
@@ -15,9 +15,10 @@ MAX_ROWS = 64
 MAX_WEIGHT_ELEMENTS = 1 << 30
 """Larger weights are torch's: offsets into a weight are 32-bit numbers."""
 
-NARROW = 4096
-WIDE = 16384
-"""Between these numbers of outputs torch's own splits are as good on one H200."""
+_LINE_BYTES = 128
+_FEW = 1024
+_NARROW = 4096
+_WIDE = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class SkinnyConfig:
         block_n: outputs of a program; gated ones count once.
         block_k: elements of K that are on their way together.
         num_stages: tiles that are on their way at once; 1 leaves it to the loads of one tile.
-        programs_per_sm: K is split as long as there are at most so many.
+        programs_per_sm: K is split as long as there are at most so many; no more than run at once,
+            or the last ones run alone.
         is_swapped: see `product.multiply_tile`.
     """
 
@@ -41,55 +43,65 @@ class SkinnyConfig:
     is_vector: bool = False
     is_swapped: bool = False
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    max_rows: int
-    is_gated: bool
-    max_outputs: int
-    config: SkinnyConfig
-    is_faster: bool
+    @property
+    def num_pieces(self) -> int:
+        """Into how many pieces threads cut what they prefetch of each of a program's outputs."""
+        return max(1, self.num_warps * 32 // self.block_n)
 
 
 _UNBOUNDED = 1 << 62
 
 
-def _row(
-    max_rows: int,
-    is_gated: bool,
-    max_outputs: int,
-    config: SkinnyConfig,
-    *,
-    is_faster: bool = True,
-) -> _Row:
-    return _Row(
-        max_rows=max_rows,
-        is_gated=is_gated,
-        max_outputs=max_outputs,
-        config=config,
-        is_faster=is_faster,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    max_rows: int
+    is_gated: bool
+    max_outputs: int = _UNBOUNDED
+    max_k: int = _UNBOUNDED
+    config: SkinnyConfig
+    is_faster: bool = True
 
 
+_VECTOR = SkinnyConfig(block_n=8, block_k=512, num_stages=1, programs_per_sm=7, is_vector=True)
+_SMALL = SkinnyConfig(block_n=32, block_k=256, num_stages=4, programs_per_sm=3)
 _SPLIT = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2)
-_STREAM = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=3, is_swapped=True)
-_STREAM_64 = SkinnyConfig(block_n=64, block_k=64, num_stages=6, programs_per_sm=4)
+_STREAM = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2, is_swapped=True)
+_STREAM_TWO = replace(_STREAM, programs_per_sm=1)
+_STREAM_64 = SkinnyConfig(block_n=128, block_k=64, num_stages=4, programs_per_sm=2)
+_STREAM_TWO_64 = SkinnyConfig(block_n=64, block_k=64, num_stages=6, programs_per_sm=4)
 
 _TABLE = (
-    _row(32, True, _UNBOUNDED, _STREAM),
-    _row(64, True, _UNBOUNDED, _STREAM_64),
-    _row(32, False, NARROW, _SPLIT),
-    _row(32, False, WIDE, _SPLIT, is_faster=False),
-    _row(32, False, _UNBOUNDED, _STREAM),
-    _row(64, False, _UNBOUNDED, _STREAM_64, is_faster=False),
+    _Row(max_rows=1, is_gated=True, max_outputs=_FEW, config=_VECTOR),
+    _Row(max_rows=32, is_gated=True, max_outputs=_FEW, config=_SMALL),
+    _Row(max_rows=32, is_gated=True, max_outputs=_WIDE, config=_SPLIT),
+    _Row(max_rows=32, is_gated=True, config=_STREAM_TWO),
+    _Row(max_rows=64, is_gated=True, max_outputs=_WIDE, config=_SPLIT, is_faster=False),
+    _Row(max_rows=64, is_gated=True, config=_STREAM_TWO_64),
+    _Row(max_rows=1, is_gated=False, max_outputs=_NARROW, max_k=8192, config=_VECTOR),
+    _Row(max_rows=32, is_gated=False, max_outputs=_FEW, config=_SMALL),
+    _Row(max_rows=32, is_gated=False, max_outputs=1 << 15, config=_SPLIT),
+    _Row(max_rows=32, is_gated=False, config=_STREAM),
+    _Row(max_rows=64, is_gated=False, max_outputs=_WIDE, config=_SPLIT, is_faster=False),
+    _Row(max_rows=64, is_gated=False, config=_STREAM_64, is_faster=False),
 )
 """The first row that fits counts; where ours is not faster, layers leave the product to torch.
 
-Microseconds on an H200 in bfloat16, ours and torch's, at 1, 16 and 64 rows of Qwen2-7B's shapes:
-o (3584 x 3584) 10.1, 10.6, 14.8 and 11.7, 11.9, 9.7; down (3584 x 18944) 35.8, 37.3, 45.7 and 38.9,
-39.6, 40.4; gate and up with the activation 68.3, 68.9, 74.2 and, without it, 71.8, 73.4, 74.8; the
-output matrix (152064 x 3584) 242, 250, 274 and 259, 264, 275; qkv (4608 x 3584) 12.0, 12.3, 16.5
-and 11.0, 11.2, 11.4.
+Microseconds on an H200 in bfloat16, cold weights, one product alone in a graph; ours and torch's,
+which has no activation in it, at 1, 16 and 64 rows:
+
+    outputs x k                     ours                 torch
+    qkv         4608 x 3584       11.8  12.4  16.4     11.1  11.1  11.5
+    o           3584 x 3584       10.0  10.6  14.7     11.6  11.8   9.8
+    gate_up  2x18944 x 3584       68.1  68.4  73.9     71.7  73.3  75.7
+    down        3584 x 18944      35.9  37.5  45.6     39.1  39.8  43.5
+    output    152064 x 3584        243   250   273      259   264   274
+    gate_up  2x10240 x 2560       31.0  31.6  36.8     29.0  29.7  28.7
+    in         18560 x 4096       40.8  41.5  41.4     42.5  43.1  41.3
+    shared     2x512 x 2048        5.6   6.8  15.9     13.0   6.0   5.9
+    kv_a         576 x 2048        4.2   5.0  12.0      6.1   5.9   6.0
+
+Where torch's are up to a microsecond faster alone, ours are taken for up to 32 rows all the same:
+they begin before their inputs are there (`overlap.py`), torch's do not.
 """
 
 
@@ -105,17 +117,22 @@ def is_skinny(num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False
     num_weights = num_outputs * k * (2 if is_gated else 1)
     if not 0 < num_rows <= MAX_ROWS or num_weights > MAX_WEIGHT_ELEMENTS or k % 8:
         return False
-    return _find_row(num_rows, num_outputs, is_gated).is_faster
+    return _find_row(num_rows, num_outputs, k, is_gated).is_faster
 
 
-def choose_config(num_rows: int, num_outputs: int, *, is_gated: bool) -> SkinnyConfig:
+def choose_config(num_rows: int, num_outputs: int, k: int, *, is_gated: bool) -> SkinnyConfig:
     """Return how to multiply up to MAX_ROWS rows; arguments as in `is_skinny`."""
-    return _find_row(num_rows, num_outputs, is_gated).config
+    return _find_row(num_rows, num_outputs, k, is_gated).config
 
 
-def _find_row(num_rows: int, num_outputs: int, is_gated: bool) -> _Row:
+def _find_row(num_rows: int, num_outputs: int, k: int, is_gated: bool) -> _Row:
     for row in _TABLE:
-        if num_rows <= row.max_rows and is_gated == row.is_gated and num_outputs <= row.max_outputs:
+        if (
+            num_rows <= row.max_rows
+            and is_gated == row.is_gated
+            and num_outputs <= row.max_outputs
+            and k <= row.max_k
+        ):
             return row
     raise AssertionError(f"no row of the table serves {num_rows} rows")
 
@@ -130,3 +147,24 @@ def count_splits(config: SkinnyConfig, num_outputs: int, k: int, num_sms: int) -
     wanted = max(1, config.programs_per_sm * num_sms // num_tiles)
     split_blocks = -(-num_blocks // min(wanted, num_blocks))
     return -(-num_blocks // split_blocks), split_blocks
+
+
+def count_ahead(
+    config: SkinnyConfig, *, num_programs: int, num_columns: int, itemsize: int, num_sms: int,
+    is_gated: bool, num_bytes: int,
+) -> int:  # fmt: skip
+    """Return how many columns of its weight rows a program prefetches, whole lines in each piece.
+
+    Args:
+        config: how the kernel runs.
+        num_programs: all of them; those that run at first share `num_bytes`.
+        num_columns: what a program multiplies; not much more is prefetched.
+        itemsize: bytes of an element.
+        num_sms: multiprocessors.
+        is_gated: whether an output has two weight rows.
+        num_bytes: how much may be prefetched at once.
+    """
+    num_first = min(num_programs, config.programs_per_sm * num_sms)
+    num_rows = num_first * config.block_n * (2 if is_gated else 1)
+    step = _LINE_BYTES * config.num_pieces
+    return -(-min(num_bytes // num_rows, num_columns * itemsize) // step) * step // itemsize

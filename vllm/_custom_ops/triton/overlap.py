@@ -20,7 +20,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE_BYTES = 128
-"""What one `prefetch_lines` asks for."""
+"""What one of `prefetch_lines` asks for."""
+
+SPAN_BYTES = 16
+"""Spans start at multiples of it and have multiples of it."""
 
 _FIRST_CAPABILITY = (9, 0)
 
