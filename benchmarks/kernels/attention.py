@@ -25,7 +25,7 @@ from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_decode import decode_attention
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
-from vllm._custom_ops.triton.attention_shape import Tile, fit_decode_tile, fit_prefill_tile
+from vllm._custom_ops.triton.attention_shape import Splits, Tile, fit_decode_tile, fit_prefill_tile
 from vllm.attention.backends.triton import attend_equal_prompts
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "attention_gpu.json"
@@ -127,14 +127,14 @@ def measure_decode(
     seq_len: int,
     copy_rate: float,
     tile: Tile | None = None,
-    num_splits: int | None = None,
+    splits: Splits | None = None,
     max_seq_len: int | None = None,
 ) -> dict[str, object]:
     """Time decode rows of one length; `max_seq_len` is what a captured launch is told."""
     num_rows = layers[0].query.shape[0]
     longest = max_seq_len or seq_len
     time_us = measure_us(
-        [partial(decode_attention, args, num_rows, longest, tile, num_splits) for args in layers]
+        [partial(decode_attention, args, num_rows, longest, tile, splits) for args in layers]
     )
     least_us = heads.count_bytes(num_rows, seq_len) / copy_rate * 1e6
     return {
@@ -218,12 +218,13 @@ def list_decode_tiles(heads: Heads) -> Iterator[Tile]:
         yield replace(own, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
-def list_splits(heads: Heads, num_rows: int) -> Iterator[int | None]:
+def list_splits(heads: Heads, num_rows: int) -> Iterator[Splits | None]:
     """Yield our own number of splits and those that give a processor about 1 to 8 programs."""
     yield None
     groups = num_rows * heads.num_kv_heads
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    yield from sorted({max(1, min(64, round(k * processors / groups))) for k in (1, 2, 3, 4, 6, 8)})
+    for count in sorted({max(1, min(64, round(k * processors / groups))) for k in (1, 2, 3, 4)}):
+        yield Splits(launched=count, even=count)
 
 
 def list_prefill_tiles() -> Iterator[Tile]:
@@ -260,10 +261,10 @@ def sweep(copy_rate: float, flops_rate: float) -> None:
     for heads, num_rows, seq_len in SWEPT:
         layers = make_decode_args(heads, num_rows, seq_len)
         for tile in list_decode_tiles(heads):
-            for num_splits in list_splits(heads, num_rows):
+            for splits in list_splits(heads, num_rows):
                 try_line(
-                    f"{heads.name} b{num_rows} {seq_len} {tile} {num_splits}",
-                    partial(measure_decode, heads, layers, seq_len, copy_rate, tile, num_splits),
+                    f"{heads.name} b{num_rows} {seq_len} {tile} {splits}",
+                    partial(measure_decode, heads, layers, seq_len, copy_rate, tile, splits),
                 )
     for computed, new in ((0, 4096), (2048, 2048)):
         for tile in list_prefill_tiles():

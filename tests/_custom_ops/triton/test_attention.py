@@ -15,8 +15,14 @@ from tests.utils.ops import poisoned, random_rows
 from tests.utils.paged import cumulative, make_paged_cache
 from vllm._custom_ops.naive import attention as naive
 from vllm._custom_ops.triton import attention as ops
+from vllm._custom_ops.triton import attention_decode
 from vllm._custom_ops.triton.attention_args import AttentionArgs
-from vllm._custom_ops.triton.attention_shape import count_splits, fit_decode_tile, split_head
+from vllm._custom_ops.triton.attention_shape import (
+    Splits,
+    count_splits,
+    fit_decode_tile,
+    split_head,
+)
 from vllm.errors import ShapeError
 
 # bfloat16: weights are rounded before they meet the values.
@@ -308,12 +314,23 @@ def test_heads_are_cut_into_powers_of_two() -> None:
 
 
 def test_splits_follow_the_batch() -> None:
-    assert count_splits(256, 4096, 64, 132) == 3
-    assert count_splits(4, 4096, 64, 132) == 64
-    assert count_splits(4, 768, 64, 132) == 13
-    assert count_splits(5000, 4096, 64, 132) == 1
+    assert count_splits(256, 640, 32, 132) == Splits(launched=1, even=1)
+    assert count_splits(256, 4096, 32, 132) == Splits(launched=3, even=1)
+    assert count_splits(64, 8320, 32, 132) == Splits(launched=9, even=4)
+    assert count_splits(4, 32768, 128, 132) == Splits(launched=64, even=64)
+    assert count_splits(4, 640, 128, 132) == Splits(launched=6, even=6)
+    assert count_splits(5000, 4096, 32, 132) == Splits(launched=1, even=1)
     tile = fit_decode_tile(7, 128, 2, False, torch.device("cpu"))
-    assert (tile.block_m, tile.block_n) == (16, 64)
+    assert (tile.block_m, tile.block_n) == (16, 32)
+
+
+def test_a_row_takes_more_splits_than_usual_only_where_it_is_long(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = Splits(launched=3, even=1)
+    monkeypatch.setattr(attention_decode, "count_splits", lambda *_: splits)
+    monkeypatch.setattr(attention_decode, "LONG_SPLIT", 64)
+    check(Problem(rows=((40, 1), (300, 1), (100, 1)), heads=7), device)
 
 
 def test_bad_arguments_name_what_was_given() -> None:

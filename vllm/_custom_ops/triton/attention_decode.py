@@ -3,7 +3,8 @@
 Called by `attention.py`. A program serves one (row, KV head, split) with all query heads of that KV
 head, so that a K or V row is read once (Dao et al., "Flash-Decoding for long-context inference",
 2023). The number of splits comes from shapes alone, the work of each from the row's length on the
-device: a launch captured for the longest rows serves short ones, whose needless splits end at once.
+device: a launch captured for the longest rows serves short ones, whose needless splits end at once,
+and a row much longer than the others of its batch takes the splits that those do without.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_shape import (
+    FEW_GROUPS,
+    LONG_SPLIT,
+    MAX_SPLITS,
+    Splits,
     Tile,
     count_processors,
     count_splits,
@@ -36,10 +41,11 @@ from vllm._custom_ops.triton.attention_tile import (
     store_zeros,
     tile_positions,
 )
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import KernelError
 
 _MAX_ARRIVALS = 1 << 16
-_UNROLL = tl.constexpr(4)
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
 
 @triton.jit
@@ -54,41 +60,74 @@ def _fold_splits(
     TAIL: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Fold the splits of one program group in their order; (main, tail, total)."""
-    biggest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    """Fold the splits of one program group in their order; (main, tail, total).
+
+    Their weights come first, from one round of loads; then none of the sums waits for another.
+    """
+    UNROLL: tl.constexpr = 8 if BLOCK_M * MAIN <= 2048 else 4  # as many as the registers hold
     main = tl.zeros((BLOCK_M, MAIN), tl.float32)
     tail = tl.zeros((BLOCK_M, TAIL if TAIL else 1), tl.float32)
     head = tl.arange(0, BLOCK_M)
-    for begin in range(0, num_used, _UNROLL):
-        for i in tl.static_range(_UNROLL):  # loads of several splits are under way at once
+    every = tl.arange(0, _MAX_SPLITS)
+    rows = stats + (every[None, :] * split_stride + head[:, None]) * 2
+    is_given = is_head[:, None] & (every < num_used)[None, :]
+    tops = tl.load(rows, mask=is_given, other=float("-inf"))
+    biggest = tl.max(tops, 1)
+    biggest = tl.where(biggest == float("-inf"), 0.0, biggest)
+    shares = tl.load(rows + 1, mask=is_given, other=0.0)
+    total = tl.sum(shares * tl.exp2(tops - biggest[:, None]), 1)
+    for begin in range(0, num_used, UNROLL):
+        for i in tl.static_range(UNROLL):  # loads of several splits are under way at once
             split = begin + i
             is_in = is_head & (split < num_used)
-            rows = stats + (split * split_stride + head) * 2
-            top = tl.load(rows, mask=is_in, other=float("-inf"))
-            weight = tl.load(rows + 1, mask=is_in, other=0.0)
-            sums = partial + (split * split_stride + head) * HEAD_SIZE
-            grown = tl.maximum(biggest, top)
-            base = tl.where(grown == float("-inf"), 0.0, grown)
-            old, new = tl.exp2(biggest - base), tl.exp2(top - base)
-            total = total * old + weight * new
-            main = main * old[:, None] + new[:, None] * load_part(sums, is_in, 0, MAIN, HEAD_SIZE)
+            place = split * split_stride + head
+            top = tl.load(stats + place * 2, mask=is_in, other=float("-inf"))
+            weight = tl.exp2(top - biggest)[:, None]
+            sums = partial + place * HEAD_SIZE
+            main += weight * load_part(sums, is_in, 0, MAIN, HEAD_SIZE)
             if TAIL:
-                part = load_part(sums, is_in, MAIN, TAIL, HEAD_SIZE)
-                tail = tail * old[:, None] + new[:, None] * part
-            biggest = grown
+                tail += weight * load_part(sums, is_in, MAIN, TAIL, HEAD_SIZE)
     return main, tail, total
 
 
-@triton.jit(
-    do_not_specialize=[
-        "window",
-        "sink_tokens",
-        "chunk_tokens",
-        "num_splits",
-        "table_stride",
-    ]
-)
+@triton.jit
+def _take_tiles(split, num_tiles, num_splits, even_splits, long_tiles):
+    """Return (first tile of a split, end, splits in use).
+
+    Only a row whose parts would else be long takes more than `even_splits`.
+    """
+    even_tiles = tl.minimum(tl.cdiv(num_tiles, even_splits), long_tiles)
+    size = tl.maximum(tl.cdiv(num_tiles, num_splits), even_tiles)
+    begin = split * size
+    return begin, tl.minimum(begin + size, num_tiles), tl.cdiv(num_tiles, size)
+
+
+@triton.jit
+def _store_split(
+    partial,
+    stats,
+    place,
+    main,
+    tail,
+    biggest,
+    total,
+    is_head,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Store the sums, the greatest logits and the sums of weights of one split."""
+    store_part(partial + place * HEAD_SIZE, main, is_head, 0, MAIN, HEAD_SIZE)
+    if TAIL:
+        store_part(partial + place * HEAD_SIZE, tail, is_head, MAIN, TAIL, HEAD_SIZE)
+    tl.store(stats + place * 2, biggest, mask=is_head)
+    tl.store(stats + place * 2 + 1, total, mask=is_head)
+
+
+_VARYING = ["window", "sink_tokens", "chunk_tokens", "num_splits", "even_splits", "table_stride"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _decode_kernel(
     out,
     query,
@@ -109,6 +148,7 @@ def _decode_kernel(
     sink_tokens,
     chunk_tokens,
     num_splits,
+    even_splits,
     table_stride,
     out_token_stride,
     out_head_stride,
@@ -132,20 +172,24 @@ def _decode_kernel(
     HAS_ONE_FIELD: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    LONG_SPLIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One (split, KV head with BLOCK_M of its query heads, row)."""
+    let_next_start(OVERLAPS)
     split, head_tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    await_inputs(OVERLAPS)
     token = tl.load(cu_query_lens + row)
-    if tl.load(cu_query_lens + row + 1) - token != 1:
+    next_token = tl.load(cu_query_lens + row + 1)
+    seq_len = tl.load(seq_lens + row)  # all three at once
+    if next_token - token != 1:
         return
     tiles_per_kv_head: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     kv_head = head_tile // tiles_per_kv_head
     in_group = head_tile % tiles_per_kv_head * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_head = in_group < GROUP
-    head = kv_head * GROUP + in_group
+    is_head, head = in_group < GROUP, kv_head * GROUP + in_group
     token64 = token.to(tl.int64)
     out_rows = out + token64 * out_token_stride + head * out_head_stride
-    seq_len = tl.load(seq_lens + row)
     if seq_len == 0:  # a padding row of a captured batch
         if split == 0:
             store_zeros(out_rows, is_head, BLOCK_M, MAIN, TAIL, HEAD_SIZE)
@@ -153,8 +197,9 @@ def _decode_kernel(
 
     first = first_visible(seq_len - 1, window, chunk_tokens)
     num_sink_tiles, first_tile, num_tiles = count_tiles(first, seq_len - 1, sink_tokens, BLOCK_N)
-    tiles_per_split = tl.cdiv(num_tiles, num_splits)
-    num_used = tl.cdiv(num_tiles, tiles_per_split)
+    begin, end, num_used = _take_tiles(
+        split, num_tiles, num_splits, even_splits, LONG_SPLIT // BLOCK_N
+    )
     if split >= num_used:
         return
 
@@ -177,8 +222,6 @@ def _decode_kernel(
     value_head = value_cache + kv_head * head_stride
     fresh_key_head = fresh_key + kv_head * fresh_head_stride
     fresh_value_head = fresh_value + kv_head * fresh_head_stride
-    begin = split * tiles_per_split
-    end = tl.minimum(begin + tiles_per_split, num_tiles)
     for tile in tl.range(begin, end, num_stages=NUM_STAGES):
         position = tile_positions(tile, num_sink_tiles, first_tile, BLOCK_N)
         is_seen = (position < seq_len) & ((position >= first) | (position < sink_tokens))
@@ -222,12 +265,9 @@ def _decode_kernel(
     first_place = row.to(tl.int64) * num_splits * num_heads + kv_head * GROUP
     first_place += head_tile % tiles_per_kv_head * BLOCK_M
     place = first_place + split * num_heads + tl.arange(0, BLOCK_M)
-    sums = partial + place * HEAD_SIZE
-    store_part(sums, main, is_head, 0, MAIN, HEAD_SIZE)
-    if TAIL:
-        store_part(sums, tail, is_head, MAIN, TAIL, HEAD_SIZE)
-    tl.store(stats + place * 2, biggest, mask=is_head)
-    tl.store(stats + place * 2 + 1, total, mask=is_head)
+    _store_split(
+        partial, stats, place, main, tail, biggest, total, is_head, MAIN, TAIL, HEAD_SIZE
+    )  # fmt: skip
     tl.debug_barrier()  # every thread has stored before one of them says so
     arrival = arrivals + row * tl.num_programs(1) + head_tile
     if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != num_used - 1:
@@ -246,7 +286,7 @@ def decode_attention(
     num_rows: int,
     max_seq_len: int,
     tile: Tile | None = None,
-    num_splits: int | None = None,
+    splits: Splits | None = None,
 ) -> None:
     """Attend for those of the first `num_rows` rows that have exactly one new token.
 
@@ -254,27 +294,30 @@ def decode_attention(
         args: the op's arguments.
         max_seq_len: no row is longer; more splits than it can use are not launched.
         tile: sizes to take instead of the table's, for benchmarks.
-        num_splits: splits to take instead of those that suit the batch, for benchmarks and tests.
+        splits: programs a row to take instead of those that suit the batch, for benchmarks.
     """
     cache = args.key_cache
     assert cache is not None
     num_heads, head_size = args.query.shape[1:]
     group = num_heads // args.num_kv_heads
     main, tail = split_head(head_size)
+    has_few_groups = num_rows * args.num_kv_heads <= FEW_GROUPS
+    itemsize = args.query.element_size()
     tile = tile or fit_decode_tile(
-        group, head_size, args.query.element_size(), args.has_one_field, cache.device
+        group, head_size, itemsize, args.has_one_field, cache.device, has_few_groups
     )
     head_tiles = args.num_kv_heads * -(-group // tile.block_m)
     num_groups = num_rows * head_tiles
-    num_splits = num_splits or count_splits(
+    splits = splits or count_splits(
         num_groups, args.longest_view(max_seq_len), tile.block_n, count_processors(cache.device)
     )
     if num_groups > _MAX_ARRIVALS:
-        num_splits = 1
-    num_sums = num_rows * num_splits * num_heads if num_splits > 1 else 0
+        splits = Splits(launched=1, even=1)
+    num_sums = num_rows * splits.launched * num_heads if splits.launched > 1 else 0
+    is_overlapping = overlaps(cache.device)
     scratch = args.query.new_empty(num_sums * (head_size + 2), dtype=torch.float32)
     pointers, strides = args.launch_arguments()
-    _decode_kernel[(num_splits, head_tiles, num_rows)](
+    _decode_kernel[(splits.launched, head_tiles, num_rows)](
         *pointers,
         scratch,
         scratch[num_sums * head_size :],
@@ -282,7 +325,8 @@ def decode_attention(
         args.scale,
         args.soft_cap,
         *args.mask(),
-        num_splits,
+        splits.launched,
+        splits.even,
         *strides,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -297,6 +341,9 @@ def decode_attention(
         HAS_ONE_FIELD=args.has_one_field,
         PRECISION=args.precision,
         NUM_STAGES=tile.num_stages,
+        LONG_SPLIT=LONG_SPLIT,
+        OVERLAPS=is_overlapping,
+        launch_pdl=is_overlapping,
         num_warps=tile.num_warps,
     )
 

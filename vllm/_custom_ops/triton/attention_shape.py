@@ -12,8 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-_MAX_SPLITS = 64  # a fold reads them one after the other
-_PROGRAMS_PER_PROCESSOR = 4  # rows of unequal length even out
+MAX_SPLITS = 64  # a power of two; a fold reads them one after the other
+
+FEW_GROUPS = 16
+"""Up to so many (row, KV head) a launch is a matter of latency: long tiles, one after the other."""
+
+LONG_SPLIT = 2048
+"""Keys of one program where there are programs left to share them."""
+
+_EVEN_PROGRAMS = 2  # a processor, which is what it holds of them at once
+_MOST_PROGRAMS = 4  # a processor, where rows are long
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -30,6 +38,19 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """Programs that share one row's keys.
+
+    Attributes:
+        launched: what a long row may take.
+        even: what a row takes that is no longer than so many times `LONG_SPLIT`.
+    """
+
+    launched: int
+    even: int
 
 
 def next_power(count: int) -> int:
@@ -49,21 +70,31 @@ def split_head(head_size: int) -> tuple[int, int]:
 
 @functools.cache
 def fit_decode_tile(
-    group: int, head_size: int, itemsize: int, has_one_field: bool, device: torch.device
+    group: int,
+    head_size: int,
+    itemsize: int,
+    has_one_field: bool,
+    device: torch.device,
+    has_few_groups: bool = False,
 ) -> Tile:
-    """Return the tile of decode rows: `group` query heads share a KV head."""
+    """Return the tile of decode rows: `group` query heads share a KV head.
+
+    Short tiles in many stages stream best. Few programs are done sooner with long tiles, of which
+    each has only one or two.
+    """
     row_bytes = sum(split_head(head_size)) * itemsize
     most_heads = 64 if row_bytes <= 256 else 32
-    block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
+    block_m = min(next_power(max(group, 16)), most_heads)
     if row_bytes > 512 and not (has_one_field and itemsize == 2):
-        block_n = 16
-    num_stages = 3 if _is_hopper(device) else 2
-    return Tile(
-        block_m=min(next_power(max(group, 16)), most_heads),
-        block_n=block_n,
-        num_warps=4 if row_bytes <= 512 else 8,
-        num_stages=num_stages if row_bytes <= 1280 else 1,
-    )
+        num_stages = 1 if row_bytes > 1280 else 3 if _is_hopper(device) else 2
+        return Tile(block_m=block_m, block_n=16, num_warps=8, num_stages=num_stages)
+    if has_few_groups:
+        block_n, num_warps = (128, 4) if row_bytes <= 256 else (64, 8)
+        return Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=3)
+    # Two stages of the five are the block table's, whose units a load of rows waits for.
+    num_warps = 4 if itemsize == 2 and block_m * row_bytes <= 20480 else 8
+    block_n = 64 if row_bytes <= 128 else 32
+    return Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=5)
 
 
 @functools.cache
@@ -91,7 +122,7 @@ def fit_prefill_tile(
     return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 
-def count_splits(num_groups: int, longest_view: int, block_n: int, num_processors: int) -> int:
+def count_splits(num_groups: int, longest_view: int, block_n: int, num_processors: int) -> Splits:
     """Return how many programs share one row's keys.
 
     Args:
@@ -99,8 +130,13 @@ def count_splits(num_groups: int, longest_view: int, block_n: int, num_processor
         longest_view: most keys that a row sees.
     """
     most_tiles = -(-longest_view // block_n) + 1  # a window need not begin where a tile does
-    wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // max(num_groups, 1))
-    return max(1, min(wanted, most_tiles, _MAX_SPLITS))
+    limit = min(most_tiles, MAX_SPLITS)
+    groups = max(num_groups, 1)
+    even = max(1, min(round(_EVEN_PROGRAMS * num_processors / groups), limit))
+    most = min(-(-_MOST_PROGRAMS * num_processors // groups), limit)
+    if longest_view <= even * LONG_SPLIT:
+        most = even
+    return Splits(launched=max(most, even), even=even)
 
 
 @functools.cache
