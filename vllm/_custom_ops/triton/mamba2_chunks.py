@@ -2,8 +2,10 @@
 
 Called by `mamba2.py`. With G the running sum of dt A in a chunk that begins with state S,
     out[i] = exp(G[i]) S C[i] + sum over j <= i of exp(G[i] - G[j]) (C[i]·B[j]) dt[j] x[j] + D x[i].
-The products of B and C are made for all chunks at once, since heads of a group share them; then
-programs walk over the chunks of a row with the state of a head in registers.
+Three kernels: G of all chunks; a walk over the chunks of a row with the state of a head in
+registers, which keeps the state that each chunk begins with; then the outputs of all chunks at
+once, where a program makes the products of B and C for several heads of a group. Powers are of 2,
+and dt[j] is part of the exponent: exp(G[i] - G[j]) dt[j] is 2 to the decay[i] - source[j].
 
 Source: Transformers are SSMs, arXiv 2405.21060, section 6.
 """
@@ -20,7 +22,12 @@ from torch import Tensor
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile, softplus
 from vllm._custom_ops.triton.tensor_cores import plain_products
 
-MANY_PROGRAMS = 256  # where whole heads give every processor its share
+CHUNK = 64  # tokens whose operands have 16 bits
+MANY_PROGRAMS = 256  # that give every processor its share
+STATE_STAGES, OUTPUT_STAGES = 3, 2  # tiles in flight
+_BLOCK_H = 16  # heads whose decays a program makes
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_MAX_POWER = tl.constexpr(126.0)  # 2 to it is finite
 
 
 @triton.jit
@@ -29,132 +36,204 @@ def compute_dt(dt, dt_bias, head, dt_min, dt_max, HAS_BIAS: tl.constexpr):
     dt = dt.to(tl.float32)
     if HAS_BIAS:
         dt += tl.load(dt_bias + head)
+    return limit_dt(dt, dt_min, dt_max)
+
+
+@triton.jit
+def limit_dt(dt, dt_min, dt_max):
+    """Return the time step from its projection with bias."""
     return tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _mamba_products_kernel(
-    products,
-    b,
-    c,
+def _mamba_decays_kernel(
+    decays,
+    dt,
+    a,
+    dt_bias,
     cu_query_lens,
     num_rows,
-    b_stride,
-    b_group,
-    c_stride,
-    c_group,
-    GROUPS: tl.constexpr,
-    STATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    dt_min,
+    dt_max,
+    dt_stride,
+    HEADS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Write C[i]·B[j] of the tokens of one chunk and group, float32 [T, G, CHUNK]."""
-    group = tl.program_id(1)
-    row, chunk = find_row(tl.program_id(0), cu_query_lens, num_rows, CHUNK)
+    """Write decay G and source G - log dt of a chunk and BLOCK_H heads: [places, H, 2, CHUNK].
+
+    Behind a row's last token the decay stays and the source is infinite: nothing comes from there.
+    """
+    place = tl.program_id(0)
+    row, chunk = find_row(place, cu_query_lens, num_rows, CHUNK)
     first = tl.load(cu_query_lens + row) + chunk * CHUNK
     end = tl.load(cu_query_lens + row + 1)
     if first >= end:
         return
-    at, numbers = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
-    is_token, is_number = first + at < end, numbers < STATE
+    at = tl.arange(0, CHUNK)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_token, is_head = first + at < end, heads < HEADS
     tokens = (first + at).to(tl.int64)
-    key = load_tile(b + group * b_group, tokens, numbers, is_token, is_number, b_stride)
-    query = load_tile(c + group * c_group, tokens, numbers, is_token, is_number, c_stride)
-    made = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    place = products + group * CHUNK + tokens[:, None] * (GROUPS * CHUNK) + at[None, :]
-    tl.store(place, made, mask=is_token[:, None])
+    step = load_tile(dt, tokens, heads, is_token, is_head, dt_stride).to(tl.float32)
+    if HAS_BIAS:
+        step += tl.load(dt_bias + heads, mask=is_head, other=0.0)[None, :]
+    step = limit_dt(step, dt_min, dt_max)
+    rate = tl.load(a + heads, mask=is_head, other=0.0) * _LOG2_E
+    decay = tl.cumsum(tl.where(is_token[:, None], step * rate[None, :], 0.0), axis=0)
+    source = tl.where(is_token[:, None], decay - tl.log2(step), float("inf"))
+    kept = decays + place.to(tl.int64) * (HEADS * 2 * CHUNK)
+    kept = kept + heads[None, :] * (2 * CHUNK) + at[:, None]
+    tl.store(kept, decay, mask=is_head[None, :])
+    tl.store(kept + CHUNK, source, mask=is_head[None, :])
 
 
 @triton.jit
-def _mamba_pass_kernel(
-    out,
-    products,
+def _mamba_states_kernel(
+    states,
+    decays,
     x,
-    dt,
-    a,
     b,
-    c,
-    skip,
-    dt_bias,
     state,
     state_offsets,
     cu_query_lens,
     num_computed,
-    dt_min,
-    dt_max,
-    out_stride,
-    out_head,
     x_stride,
     x_head,
-    dt_stride,
     b_stride,
     b_group,
-    c_stride,
-    c_group,
     unit_stride,
     offset_stride,
-    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     STATE: tl.constexpr,
     SHARE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take BLOCK_P rows of one head's state through all chunks of a row."""
+    """Take BLOCK_P rows of one head's state through a row and keep what each chunk begins with.
+
+    That is kept in the dtype of products: [places, H, P, N].
+    """
     head = tl.program_id(1)
     row = tl.program_id(2)
     begin, end, computed = load_row(row, cu_query_lens, num_computed, False)
     if (begin >= end) | (computed < 0):
         return
-    chunk_at, numbers = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
     at = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    numbers, chunk_at = tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
     is_at, is_number = at < SIZE, numbers < STATE
-    dtype = x.dtype.element_ty
-
+    in_state = is_at[:, None] & is_number[None, :]
+    inside = at[:, None] * STATE + numbers[None, :]
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (SIZE * STATE)
-    own = own + at[None, :] * STATE + numbers[:, None]
-    in_state = is_at[None, :] & is_number[:, None]
-    state_NP = tl.load(own, mask=in_state & (computed > 0), other=0.0)
-    rate = tl.load(a + head)
-    group = head // SHARE
-    out += head * out_head
-    x += head * x_head
-    b += group * b_group
-    c += group * c_group
-    products += group * CHUNK
-    for first in range(begin, end, CHUNK):
-        is_token = first + chunk_at < end
-        tokens = (first + chunk_at).to(tl.int64)
-        value = load_tile(x, tokens, at, is_token, is_at, x_stride)
-        key = load_tile(b, tokens, numbers, is_token, is_number, b_stride)
-        query = load_tile(c, tokens, numbers, is_token, is_number, c_stride)
-        scores = load_tile(products, tokens, chunk_at, is_token, chunk_at < CHUNK, GROUPS * CHUNK)
-        step = tl.load(dt + tokens * dt_stride + head, mask=is_token, other=0.0)
-        step = compute_dt(step, dt_bias, head, dt_min, dt_max, HAS_BIAS)
-        step = tl.where(is_token, step, 0.0)
-        decay = tl.cumsum(step * rate, axis=0)
-        total = tl.sum(step * rate, axis=0)
+    state_PN = tl.load(own + inside, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
 
-        is_seen = chunk_at[:, None] >= chunk_at[None, :]
-        weight = tl.exp(tl.where(is_seen, decay[:, None] - decay[None, :], float("-inf")))
-        scores = tl.where(is_seen, scores * weight * step[None, :], 0.0).to(dtype)
-        read = tl.dot(query, state_NP.to(dtype), input_precision=PRECISION)
-        read *= tl.exp(decay)[:, None]
-        read += tl.dot(scores, value, input_precision=PRECISION)
+    place = (begin // CHUNK - tl.load(cu_query_lens) // CHUNK + row).to(tl.int64)
+    decays += (place * HEADS + head) * (2 * CHUNK)
+    states += (place * HEADS + head) * (SIZE * STATE)
+    x += begin.to(tl.int64) * x_stride + head * x_head
+    b += begin.to(tl.int64) * b_stride + (head // SHARE) * b_group
+    dtype = x.dtype.element_ty
+    for left in range(end - begin, 0, -CHUNK):
+        tl.store(states + inside, state_PN.to(states.dtype.element_ty), mask=in_state)
+        is_token = chunk_at < left
+        value_PT = x + chunk_at[None, :] * x_stride + at[:, None]
+        value_PT = tl.load(value_PT, mask=is_token[None, :] & is_at[:, None], other=0.0)
+        key = load_tile(b, chunk_at, numbers, is_token, is_number, b_stride)
+        total = tl.load(decays + CHUNK - 1)
+        weight = tl.exp2(total - tl.load(decays + CHUNK + chunk_at))
+        value_PT = (value_PT.to(tl.float32) * weight[None, :]).to(dtype)
+        state_PN *= tl.exp2(total)
+        state_PN = tl.dot(value_PT, key, state_PN, input_precision=PRECISION)
+        x += CHUNK * x_stride
+        b += CHUNK * b_stride
+        decays += HEADS * 2 * CHUNK
+        states += HEADS * SIZE * STATE
+    tl.store(own + inside, state_PN.to(state.dtype.element_ty), mask=in_state)
+
+
+@triton.jit(do_not_specialize=["num_rows", "heads_each"])
+def _mamba_outputs_kernel(
+    out,
+    states,
+    decays,
+    x,
+    b,
+    c,
+    skip,
+    cu_query_lens,
+    num_computed,
+    num_rows,
+    heads_each,
+    out_stride,
+    out_head,
+    x_stride,
+    x_head,
+    b_stride,
+    b_group,
+    c_stride,
+    c_group,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATE: tl.constexpr,
+    SHARE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the outputs of one chunk for `heads_each` heads of a group, BLOCK_P columns of each."""
+    place = tl.program_id(0)
+    row, chunk = find_row(place, cu_query_lens, num_rows, CHUNK)
+    begin, end, computed = load_row(row, cu_query_lens, num_computed, False)
+    first = begin + chunk * CHUNK
+    if (first >= end) | (computed < 0):
+        return
+    head = tl.program_id(1) * heads_each
+    group = head // SHARE
+    chunk_at, numbers = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
+    at = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_token, is_number, is_at = chunk_at < end - first, numbers < STATE, at < SIZE
+    start = first.to(tl.int64)
+    key = load_tile(
+        b + start * b_stride + group * b_group, chunk_at, numbers, is_token, is_number, b_stride
+    )
+    query = load_tile(
+        c + start * c_stride + group * c_group, chunk_at, numbers, is_token, is_number, c_stride
+    )
+    products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    # What comes later has no product, so that its weight may be anything finite.
+    products = tl.where(chunk_at[:, None] >= chunk_at[None, :], products, 0.0)
+
+    dtype = x.dtype.element_ty
+    in_value = is_token[:, None] & is_at[None, :]
+    in_state = is_number[:, None] & is_at[None, :]
+    values = x + start * x_stride + head * x_head + chunk_at[:, None] * x_stride + at[None, :]
+    results = out + start * out_stride + head * out_head
+    results = results + chunk_at[:, None] * out_stride + at[None, :]
+    kept = states + (place.to(tl.int64) * HEADS + head) * (SIZE * STATE)
+    kept = kept + at[None, :] * STATE + numbers[:, None]
+    decays += (place.to(tl.int64) * HEADS + head) * (2 * CHUNK)
+    for index in range(0, heads_each):
+        before = tl.load(kept, mask=in_state, other=0.0)
+        value = tl.load(values, mask=in_value, other=0.0)
+        decay = tl.load(decays + chunk_at)
+        source = tl.load(decays + CHUNK + chunk_at)
+        read = tl.dot(query, before, input_precision=PRECISION)
+        read *= tl.exp2(decay)[:, None]
+        weight = tl.exp2(tl.minimum(decay[:, None] - source[None, :], _MAX_POWER))
+        read = tl.dot((products * weight).to(dtype), value, read, input_precision=PRECISION)
         if HAS_SKIP:
-            read += tl.load(skip + head) * value.to(tl.float32)
-        place = out + tokens[:, None] * out_stride + at[None, :]
-        tl.store(place, read.to(out.dtype.element_ty), mask=is_token[:, None] & is_at[None, :])
-        made = value.to(tl.float32) * (step * tl.exp(total - decay))[:, None]
-        state_NP *= tl.exp(total)
-        state_NP += tl.dot(tl.trans(key), made.to(dtype), input_precision=PRECISION)
-    tl.store(own, state_NP, mask=in_state)
+            read += tl.load(skip + head + index) * value.to(tl.float32)
+        tl.store(results, read.to(out.dtype.element_ty), mask=in_value)
+        kept += SIZE * STATE
+        values += x_head
+        results += out_head
+        decays += 2 * CHUNK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,27 +275,55 @@ class Scan:
 
 @plain_products()
 def run_mamba_chunks(scan: Scan) -> None:
-    """Run the scan over rows of any lengths; scratch of one CHUNK of float32 a token and group."""
+    """Run the scan over rows of any lengths; scratch of one state a chunk, in the dtype of x."""
     num_tokens, num_heads, head_size = scan.x.shape
-    num_groups, state_size = scan.b.shape[1:]
+    state_size = scan.b.shape[2]
     num_rows = scan.state_offsets.shape[0]
     # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
-    chunk, precision = (32, "tf32x3") if scan.x.dtype == torch.float32 else (64, "tf32")
-    block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (state_size, head_size))
+    chunk, precision = (32, "tf32x3") if scan.x.dtype == torch.float32 else (CHUNK, "tf32")
+    num_places = count_places(num_tokens, num_rows, chunk)
+    shape = (num_places, num_heads)
+    decays = torch.empty((*shape, 2, chunk), dtype=torch.float32, device=scan.x.device)
+    states = torch.empty((*shape, head_size, state_size), dtype=scan.x.dtype, device=scan.x.device)
+    x_strides, b_strides = scan.x.stride()[:2], scan.b.stride()[:2]
+    _mamba_decays_kernel[num_places, triton.cdiv(num_heads, _BLOCK_H)](
+        decays, scan.dt, scan.a, scan.dt_bias, scan.cu_query_lens, num_rows, scan.dt_min,
+        scan.dt_max, scan.dt.stride(0), HEADS=num_heads, HAS_BIAS=scan.dt_bias is not None,
+        BLOCK_H=_BLOCK_H, CHUNK=chunk,
+    )  # fmt: skip
+    shared = {
+        "HEADS": num_heads, "SIZE": head_size, "STATE": state_size, "CHUNK": chunk,
+        "SHARE": num_heads // scan.b.shape[1], "PRECISION": precision,
+        "BLOCK_N": max(16, triton.next_power_of_2(state_size)),
+    }  # fmt: skip
     is_wide = num_rows * num_heads * head_size // 64 >= MANY_PROGRAMS and state_size <= 128
-    block_p = min(block_p, 16 if chunk == 32 else 64 if is_wide else 32)
-    shape = (num_tokens, num_groups, chunk)
-    products = torch.empty(shape, dtype=torch.float32, device=scan.x.device)
-    shared = {"GROUPS": num_groups, "BLOCK_N": block_n, "CHUNK": chunk, "PRECISION": precision}
-    _mamba_products_kernel[count_places(num_tokens, num_rows, chunk), num_groups](
-        products, scan.b, scan.c, scan.cu_query_lens, num_rows,
-        *scan.b.stride()[:2], *scan.c.stride()[:2], STATE=state_size, num_warps=4, num_stages=1,
-        **shared,
+    is_float = chunk == 32
+    block_p = _fit_columns(head_size, 16 if is_float else 64 if is_wide else 32)
+    _mamba_states_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
+        states, decays, scan.x, scan.b, scan.state, scan.state_offsets, scan.cu_query_lens,
+        scan.lens, *x_strides, *b_strides, scan.state.stride(0), scan.state_offsets.stride(0),
+        BLOCK_P=block_p, num_warps=4, num_stages=1 if is_float else STATE_STAGES, **shared,
     )  # fmt: skip
-    _mamba_pass_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
-        scan.out, products, scan.x, scan.dt, scan.a, scan.b, scan.c, scan.skip, scan.dt_bias,
-        scan.state, scan.state_offsets, scan.cu_query_lens, scan.lens, scan.dt_min, scan.dt_max,
-        *scan.strides(), BLOCK_P=block_p, num_warps=4 if block_p == 16 else 8,
-        num_stages=1,
-        **shared, **scan.sizes(),
+    block_p = _fit_columns(head_size, 16 if is_float else 64)
+    blocks = triton.cdiv(head_size, block_p)
+    heads_each = _share_heads(num_heads // scan.b.shape[1], num_places * num_heads * blocks)
+    _mamba_outputs_kernel[num_places, num_heads // heads_each, blocks](
+        scan.out, states, decays, scan.x, scan.b, scan.c, scan.skip, scan.cu_query_lens,
+        scan.lens, num_rows, heads_each, *scan.out.stride()[:2], *x_strides, *b_strides,
+        *scan.c.stride()[:2], HAS_SKIP=scan.skip is not None, BLOCK_P=block_p,
+        num_warps=max(4, chunk // 16), num_stages=1 if is_float else OUTPUT_STAGES, **shared,
     )  # fmt: skip
+
+
+def _fit_columns(size: int, limit: int) -> int:
+    """Return how many columns of a head a program takes: at most `limit`, with least waste."""
+    most = min(limit, max(16, triton.next_power_of_2(size)))
+    return min((most, max(16, most // 2)), key=lambda n: -(-size // n) * n)
+
+
+def _share_heads(share: int, num_programs: int) -> int:
+    """Return how many of `share` heads a program takes, so that enough programs are left."""
+    for count in (8, 4, 2):
+        if share % count == 0 and num_programs // count >= MANY_PROGRAMS * 2:
+            return count
+    return 1
