@@ -41,6 +41,7 @@ from vllm._custom_ops.triton.attention_tile import (
     store_zeros,
     tile_positions,
 )
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import KernelError
 
@@ -127,6 +128,7 @@ def _store_split(
 _VARYING = ["window", "sink_tokens", "chunk_tokens", "num_splits", "even_splits", "table_stride"]
 
 
+@fast_launch
 @triton.jit(do_not_specialize=_VARYING)
 def _decode_kernel(
     out,

@@ -23,6 +23,7 @@ from vllm._custom_ops.triton.attention_tile import (
     store_head,
     tile_positions,
 )
+from vllm._custom_ops.triton.launch import fast_launch
 
 
 @triton.jit
@@ -110,6 +111,7 @@ def _attend_tile(
     return biggest, total, main, tail
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=[
         "window",

@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
+
 _WIDTH = 1024  # table entries that one program copies
 
 
+@fast_launch
 @triton.jit
 def _tokens_kernel(
     input_ids,
@@ -34,6 +37,7 @@ def _tokens_kernel(
     tl.store(seq_lens + row, tl.where(is_row, computed + 1, 0).to(tl.int32), mask=is_in)
 
 
+@fast_launch
 @triton.jit
 def _group_kernel(
     block_offsets,

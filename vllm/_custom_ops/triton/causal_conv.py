@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import count_places, find_row, is_single_step, load_row
 
 _CHUNK = 16  # tokens of a program; at least TAPS - 1, so that a row's first chunk alone reads state
@@ -47,6 +48,7 @@ def _load_input(
     return tl.where(is_new, fresh, old)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _conv_kernel(
     out,

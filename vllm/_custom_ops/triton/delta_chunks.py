@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
 from vllm._custom_ops.triton.tensor_cores import plain_products
 
@@ -59,6 +60,7 @@ def _inverse_length(x):
     return tl.rsqrt(tl.sum(wide * wide, axis=1) + _L2_EPSILON)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _delta_chunk_kernel(
     by_state,
@@ -147,6 +149,7 @@ def _delta_chunk_kernel(
     tl.store(place + 2 * step, key_factor, mask=is_token)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _delta_pass_kernel(
     out,

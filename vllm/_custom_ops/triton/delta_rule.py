@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.delta_chunks import run_delta_chunks
 from vllm._custom_ops.triton.gated_norm import gated_rms_norm
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import is_single_step, load_row, softplus
 
 _L2_EPSILON = tl.constexpr(1e-6)
@@ -33,6 +34,7 @@ def _compute_gates(a, b, a_log, dt_bias):
     return -tl.exp(a_log) * softplus(a.to(tl.float32) + dt_bias), tl.sigmoid(b.to(tl.float32))
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gates_kernel(
     g,
@@ -70,6 +72,7 @@ def _load_key(x, token, token_stride, head_stride, head, at, mask, HAS_L2NORM: t
     return value
 
 
+@fast_launch
 @triton.jit
 def _delta_step_kernel(
     out,

@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
+
 _TILE = 1024  # numbers of a program, in whole groups
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_groups"])
 def _gated_norm_kernel(
     out,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.linear_table import (
     MAX_ROWS,
     SkinnyConfig,
@@ -91,6 +92,7 @@ def _prefetch_rows(weight, rows, first, end, K, ahead, PIECES: tl.constexpr):
     prefetch_spans(places, num_bytes[None, :] + tl.zeros_like(rows)[:, None], True)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "split_blocks", "ahead"])
 def _skinny_kernel(
     out,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.mamba2_chunks import Scan, compute_dt, run_mamba_chunks
 from vllm._custom_ops.triton.state_rows import is_single_step, load_row
 
@@ -22,6 +23,7 @@ _STEP_TILE = 64 * 128  # numbers of a state that a program of the walk holds
 FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
 
 
+@fast_launch
 @triton.jit
 def _mamba_step_kernel(
     out,

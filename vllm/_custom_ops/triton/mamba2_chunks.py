@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile, softplus
 from vllm._custom_ops.triton.tensor_cores import plain_products
 
@@ -45,6 +46,7 @@ def limit_dt(dt, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _mamba_decays_kernel(
     decays,
@@ -88,6 +90,7 @@ def _mamba_decays_kernel(
     tl.store(kept + CHUNK, source, mask=is_head[None, :])
 
 
+@fast_launch
 @triton.jit
 def _mamba_states_kernel(
     states,
@@ -155,6 +158,7 @@ def _mamba_states_kernel(
     tl.store(own + inside, state_PN.to(state.dtype.element_ty), mask=in_state)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_rows", "heads_each"])
 def _mamba_outputs_kernel(
     out,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.moe_routing import Routing
 from vllm._custom_ops.triton.product import (
     NUM_COUNTERS,
@@ -132,6 +133,7 @@ def _sum_choices(parts, weights, ids, num_chosen, num_experts, stride, columns, 
     return total
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["alpha", "limit"])
 def _single_kernel(
     out,
@@ -190,6 +192,7 @@ def _single_kernel(
             tl.store(places, sums.to(total.dtype.element_ty), mask=is_in)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["alpha", "limit"])
 def _grouped_kernel(
     out,
@@ -244,6 +247,7 @@ def _grouped_kernel(
         tl.store(out_places, result, mask=is_row[:, None] & is_in[None, :])
 
 
+@fast_launch
 @triton.jit
 def _sum_kernel(
     out, parts, weights, ids, N, out_stride, num_chosen, num_experts, BLOCK_N: tl.constexpr

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.launch import fast_launch
+
 _CHUNK_PAIRS = 2048
 _PLACED_PAIRS = 1024
 _CHUNK_BLOCKS = 32
@@ -75,6 +77,7 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
     )
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _count_kernel(
     ids,
@@ -118,6 +121,7 @@ def _count_kernel(
         tl.store(block_starts + blocks, tl.where(is_used, rows, 0), mask=is_in)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_pairs"])
 def _place_kernel(ids, order, cursors, num_pairs, num_experts, PAIRS: tl.constexpr):
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
