@@ -112,17 +112,22 @@ def measure_parts() -> None:
     """Print what single calls cost on this host."""
     from vllm._custom_ops.norm import rms_norm
     from vllm._custom_ops.state_space import delta_rule_gates
+    from vllm._custom_ops.triton.delta_rule import _gates_kernel
 
     x = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
     out, weight = torch.empty_like(x), x[0].clone()
     g, beta = torch.empty(2, 8, 64, device="cuda")
     bias = torch.zeros(64, device="cuda")
+    arguments = (g, beta, x, x, bias, bias, 8, 64, 64)
     calls: dict[str, Callable[[], Any]] = {
         "empty": lambda: torch.empty(8, 64, device="cuda"),
         "add": lambda: x + x,
         "linear": lambda: torch.nn.functional.linear(x, x),
         "C++ op": lambda: rms_norm(out, x, weight, 1e-6),
         "Triton op": lambda: delta_rule_gates(g, beta, x, x, bias, bias),
+        "Triton's own launch": lambda: _gates_kernel.jit[(2,)](*arguments, HEADS=64, BLOCK=256),
+        "our launch": lambda: _gates_kernel[(2,)](*arguments, HEADS=64, BLOCK=256),
+        "current device": torch.cuda.current_device,
         "100 additions": lambda: sum(range(100)),
     }
     found = []
