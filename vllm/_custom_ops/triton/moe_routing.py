@@ -1,8 +1,8 @@
 """Sorts (token, expert) pairs by expert on the device, and cuts them into blocks of one expert.
 
 Called by `moe.py`. Nothing is read back by the host: tables are as long as the worst routing needs.
-The order of the pairs of one expert is that of an atomic counter and may differ from run to run;
-results do not, since a row's product does not depend on the rows beside it.
+The pairs of one expert stay in their order: each group of pairs is counted by a program of its own,
+the last of them to arrive adds the counts up, and where the pairs go follows from the sums.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm._custom_ops.triton.product import get_counters, is_last_to_arrive
 
-_CHUNK_PAIRS = 2048
-_PLACED_PAIRS = 1024
-_CHUNK_BLOCKS = 32
+_GROUP_PAIRS = 1024
+"""Pairs that one program counts and places."""
+
+_MAX_MATCHES = 8192
+"""Pairs times experts that a program compares at a time."""
+
+_MAX_BASES = 4096
+"""Groups times experts whose counts are added up at a time."""
+
+_FILLED_BLOCKS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,29 +53,52 @@ class Routing:
 def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
     """Sort the pairs of contiguous int32 ids [T, k]; ids outside of 0..N-1 are left out."""
     num_pairs = ids_TK.numel()
+    num_groups = triton.cdiv(num_pairs, _GROUP_PAIRS)
     max_blocks = min(num_pairs, triton.cdiv(num_pairs, block_rows) + num_experts)
-    room = ids_TK.new_empty(num_pairs + 2 * num_experts + 2 * max_blocks)
-    order, ends, cursors, block_experts, block_starts = room.split(
-        (num_pairs, num_experts, num_experts, max_blocks, max_blocks)
+    experts = max(16, triton.next_power_of_2(num_experts))
+    num_bases = num_groups * experts
+    room = ids_TK.new_empty(num_bases + num_pairs + num_experts + 2 * max_blocks)
+    bases, order, ends, block_experts, block_starts = room.split(
+        (num_bases, num_pairs, num_experts, max_blocks, max_blocks)
     )
-    _count_kernel[(1,)](
+    chunk_pairs = min(_GROUP_PAIRS, max(16, _MAX_MATCHES // experts))
+    is_overlapped = overlaps(ids_TK.device)
+    _count_kernel[(num_groups,)](
         ids_TK,
+        order,
+        bases,
         ends,
-        cursors,
         block_experts,
         block_starts,
+        get_counters(ids_TK.device),
         num_pairs,
         max_blocks,
         num_experts,
-        EXPERTS=max(16, triton.next_power_of_2(num_experts + 1)),
-        PAIRS=_CHUNK_PAIRS,
-        BLOCKS=_CHUNK_BLOCKS,
+        IS_ONLY=num_groups == 1,
+        EXPERTS=experts,
+        GROUP_PAIRS=_GROUP_PAIRS,
+        CHUNK_PAIRS=chunk_pairs,
+        CHUNK_GROUPS=max(1, _MAX_BASES // experts),
         BLOCK_ROWS=block_rows,
+        BLOCKS=_FILLED_BLOCKS,
+        OVERLAPS=is_overlapped,
+        launch_pdl=is_overlapped,
         num_warps=8,
     )
-    _place_kernel[(triton.cdiv(num_pairs, _PLACED_PAIRS),)](
-        ids_TK, order, cursors, num_pairs, num_experts, PAIRS=_PLACED_PAIRS
-    )
+    if num_groups > 1:
+        _place_kernel[(num_groups,)](
+            ids_TK,
+            order,
+            bases,
+            num_pairs,
+            num_experts,
+            EXPERTS=experts,
+            GROUP_PAIRS=_GROUP_PAIRS,
+            CHUNK_PAIRS=chunk_pairs,
+            OVERLAPS=is_overlapped,
+            launch_pdl=is_overlapped,
+            num_warps=8,
+        )
     return Routing(
         block_rows=block_rows,
         max_blocks=max_blocks,
@@ -77,55 +109,147 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
     )
 
 
+@triton.jit
+def _count(ids, first, num_pairs, num_experts, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    pairs = first + tl.arange(0, PAIRS)
+    chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+    is_valid = (chosen >= 0) & (chosen < num_experts)
+    return tl.histogram(tl.where(is_valid, chosen, 0), EXPERTS, mask=is_valid)
+
+
+@triton.jit
+def _place(
+    ids,
+    order,
+    bases,
+    first,
+    num_pairs,
+    num_experts,
+    EXPERTS: tl.constexpr,
+    GROUP_PAIRS: tl.constexpr,
+    CHUNK_PAIRS: tl.constexpr,
+):
+    """Place a group of pairs; `bases` [EXPERTS] says where those of each expert begin."""
+    experts = tl.arange(0, EXPERTS)
+    for start in range(first, tl.minimum(first + GROUP_PAIRS, num_pairs), CHUNK_PAIRS):
+        pairs = start + tl.arange(0, CHUNK_PAIRS)
+        chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+        is_valid = (chosen >= 0) & (chosen < num_experts)
+        is_match = (chosen[:, None] == experts[None, :]) & is_valid[:, None]
+        matches = is_match.to(tl.int32)
+        ranks = tl.cumsum(matches, 0) - 1
+        places = tl.sum(tl.where(is_match, bases[None, :] + ranks, 0), 1)
+        tl.store(order + places, pairs, mask=is_valid)
+        bases += tl.sum(matches, 0)
+
+
+@triton.jit
+def _lay_out(
+    counts,
+    ends,
+    block_experts,
+    block_starts,
+    max_blocks,
+    num_experts,
+    EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write where the experts' pairs end and what blocks there are; return where they begin."""
+    experts = tl.arange(0, EXPERTS)
+    expert_ends = tl.cumsum(counts, 0)
+    starts = expert_ends - counts
+    tl.store(ends + experts, expert_ends, mask=experts < num_experts)
+    num_blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    firsts = tl.cumsum(num_blocks, 0) - num_blocks
+    for block in range(tl.max(num_blocks, 0)):
+        is_block = block < num_blocks
+        tl.store(block_experts + firsts + block, experts, mask=is_block)
+        tl.store(block_starts + firsts + block, starts + block * BLOCK_ROWS, mask=is_block)
+    for first in range(tl.sum(num_blocks, 0), max_blocks, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        tl.store(block_experts + blocks, -1, mask=blocks < max_blocks)
+    return starts
+
+
 @fast_launch
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _count_kernel(
     ids,
+    order,
+    bases,
     ends,
-    cursors,
     block_experts,
     block_starts,
+    counters,
     num_pairs,
     max_blocks,
     num_experts,
+    IS_ONLY: tl.constexpr,
     EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    GROUP_PAIRS: tl.constexpr,
+    CHUNK_PAIRS: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Count, then lay out; one program, so that all counts are known. EXPERTS > num_experts."""
+    """Count each group of pairs; the last program lays out. One alone places the pairs too."""
+    let_next_start(OVERLAPS)
+    await_inputs(OVERLAPS)
+    group, num_groups = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, EXPERTS)
-    counts = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, num_pairs, PAIRS):
-        pairs = first + tl.arange(0, PAIRS)
-        chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
-        is_valid = (chosen >= 0) & (chosen < num_experts)
-        counts += tl.histogram(tl.where(is_valid, chosen, EXPERTS - 1), EXPERTS)
-    is_expert = experts < num_experts
-    counts = tl.where(is_expert, counts, 0)
-    expert_ends = tl.cumsum(counts, 0)
-    starts = expert_ends - counts
-    tl.store(ends + experts, expert_ends, mask=is_expert)
-    tl.store(cursors + experts, starts, mask=is_expert)
-    num_blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    blocks_ends = tl.cumsum(num_blocks, 0)
-    first_rows = starts - (blocks_ends - num_blocks) * BLOCK_ROWS
-    for first in range(0, max_blocks, BLOCKS):
-        blocks = first + tl.arange(0, BLOCKS)
-        owners = tl.sum((blocks_ends[None, :] <= blocks[:, None]).to(tl.int32), 1)
-        is_owner = owners[:, None] == experts[None, :]
-        rows = tl.sum(tl.where(is_owner, first_rows[None, :], 0), 1) + blocks * BLOCK_ROWS
-        is_in = blocks < max_blocks
-        is_used = owners < num_experts
-        tl.store(block_experts + blocks, tl.where(is_used, owners, -1), mask=is_in)
-        tl.store(block_starts + blocks, tl.where(is_used, rows, 0), mask=is_in)
+    counts = _count(ids, group * GROUP_PAIRS, num_pairs, num_experts, EXPERTS, GROUP_PAIRS)
+    if IS_ONLY:
+        starts = _lay_out(
+            counts, ends, block_experts, block_starts, max_blocks, num_experts,
+            EXPERTS, BLOCK_ROWS, BLOCKS,
+        )  # fmt: skip
+        _place(ids, order, starts, 0, num_pairs, num_experts, EXPERTS, GROUP_PAIRS, CHUNK_PAIRS)
+    else:
+        tl.store(bases + group * EXPERTS + experts, counts)
+        if is_last_to_arrive(counters, num_groups):
+            lanes = tl.arange(0, CHUNK_GROUPS)[:, None]
+            places = bases + lanes * EXPERTS + experts[None, :]
+            totals = tl.zeros((EXPERTS,), tl.int32)
+            for first in range(0, num_groups, CHUNK_GROUPS):
+                is_group = first + lanes < num_groups
+                part = tl.load(
+                    places + first * EXPERTS, mask=is_group, other=0, cache_modifier=".cg"
+                )
+                totals += tl.sum(part, 0)
+            starts = _lay_out(
+                totals, ends, block_experts, block_starts, max_blocks, num_experts,
+                EXPERTS, BLOCK_ROWS, BLOCKS,
+            )  # fmt: skip
+            for first in range(0, num_groups, CHUNK_GROUPS):
+                is_group = first + lanes < num_groups
+                part = tl.load(
+                    places + first * EXPERTS, mask=is_group, other=0, cache_modifier=".cg"
+                )
+                before = tl.cumsum(part, 0) - part + starts[None, :]
+                tl.store(places + first * EXPERTS, before, mask=is_group)
+                starts += tl.sum(part, 0)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["num_pairs"])
-def _place_kernel(ids, order, cursors, num_pairs, num_experts, PAIRS: tl.constexpr):
-    pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
-    is_valid = (chosen >= 0) & (chosen < num_experts)
-    places = tl.atomic_add(cursors + chosen, 1, mask=is_valid, sem="relaxed")
-    tl.store(order + places, pairs, mask=is_valid)
+def _place_kernel(
+    ids,
+    order,
+    bases,
+    num_pairs,
+    num_experts,
+    EXPERTS: tl.constexpr,
+    GROUP_PAIRS: tl.constexpr,
+    CHUNK_PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    let_next_start(OVERLAPS)
+    await_inputs(OVERLAPS)
+    group = tl.program_id(0)
+    starts = tl.load(bases + group * EXPERTS + tl.arange(0, EXPERTS))
+    _place(
+        ids, order, starts, group * GROUP_PAIRS, num_pairs, num_experts,
+        EXPERTS, GROUP_PAIRS, CHUNK_PAIRS,
+    )  # fmt: skip
