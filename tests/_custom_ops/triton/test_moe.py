@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.utils.ops import poisoned, random_rows
 from vllm._custom_ops.naive import moe as naive
 from vllm._custom_ops.naive.linear import pack_linear_weight
-from vllm._custom_ops.triton import moe, moe_product, moe_routing
+from vllm._custom_ops.triton import moe, moe_grouped, moe_routing, moe_single
 from vllm.errors import ShapeError
 
 NUM_EXPERTS = 5
@@ -100,13 +100,23 @@ def assert_equals_twin(
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["single", "grouped"])
+@pytest.fixture(params=["single", "vector", "grouped", "described"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
-    if request.param == "grouped":
+    if request.param in ("grouped", "described"):
         monkeypatch.setattr(moe, "MAX_SINGLE_PAIRS", 0)
-    tile = moe_product.Tile(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
-    monkeypatch.setattr(moe, "choose_tile", lambda _: tile)
+    tile = moe_grouped.Tile(
+        block_m=16,
+        block_n=32,
+        block_k=32,
+        num_warps=4,
+        num_stages=2,
+        has_descriptors=request.param == "described",
+    )
+    monkeypatch.setattr(moe, "choose_tile", lambda *_: tile)
+    if request.param == "vector":
+        strip = moe_single.Strip(block_n=32, block_k=16, num_warps=4, num_stages=1, is_vector=True)
+        monkeypatch.setattr(moe, "choose_strip", lambda: strip)
     return request.param
 
 

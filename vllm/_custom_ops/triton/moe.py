@@ -10,19 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.triton.moe_product import (
-    Product,
-    choose_tile,
-    fits_counters,
-    multiply_grouped,
-    multiply_single,
-    sum_choices,
-)
+from vllm._custom_ops.triton.moe_grouped import Tile, choose_tile, multiply_grouped
+from vllm._custom_ops.triton.moe_product import Product, sum_choices
 from vllm._custom_ops.triton.moe_routing import sort_pairs
+from vllm._custom_ops.triton.moe_single import (
+    Strip,
+    choose_strip,
+    fits_counters,
+    multiply_single,
+)
 from vllm.errors import ShapeError
 
 MAX_SINGLE_PAIRS = 64
-"""Up to this many pairs are taken one by one."""
+"""More pairs are always sorted."""
+
+MAX_REPEATED_BYTES = 32 << 20
+"""Pairs are sorted where one by one would read that many more weights: it takes as long."""
 
 MAX_PART_PAIRS = 1 << 16
 """Bounds the memory between the products: more pairs are computed in parts of whole tokens."""
@@ -114,18 +117,58 @@ def run_part(
 ) -> None:
     """Run so many tokens that what lies between the products fits in memory."""
     num_pairs, num_chosen = topk_ids.numel(), topk_ids.shape[1]
-    if num_pairs <= MAX_SINGLE_PAIRS and fits_counters(*out.shape):
-        hidden = multiply_single(inner, x, topk_ids, is_first=True)
-        multiply_single(
-            outer, hidden, topk_ids, is_first=False, topk_weights=topk_weights, total=out
-        )
+    if is_single(num_pairs, num_chosen, inner, outer) and fits_counters(*out.shape):
+        run_single(out, x, inner, outer, topk_weights, topk_ids, choose_strip())
         return
-    num_experts = inner.weight.shape[0]
-    tile = choose_tile(num_pairs / num_experts)
+    tile = choose_tile(num_pairs / inner.weight.shape[0], x.device, x.dtype)
+    run_grouped(out, x, inner, outer, topk_weights, topk_ids, tile)
+
+
+def run_single(
+    out: Tensor,
+    x: Tensor,
+    inner: Product,
+    outer: Product,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    strip: Strip,
+) -> None:
+    """Take pairs one by one in a given form; benchmarks and tests choose it."""
+    hidden = multiply_single(inner, x, topk_ids, strip, is_first=True)
+    multiply_single(
+        outer, hidden, topk_ids, strip, is_first=False, topk_weights=topk_weights, total=out
+    )
+
+
+def run_grouped(
+    out: Tensor,
+    x: Tensor,
+    inner: Product,
+    outer: Product,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    tile: Tile,
+) -> None:
+    """Sort pairs and multiply them in a given form; benchmarks and tests choose it."""
+    num_experts, num_chosen = inner.weight.shape[0], topk_ids.shape[1]
     routing = sort_pairs(topk_ids, num_experts, tile.block_m)
     hidden = multiply_grouped(inner, x, num_chosen, routing, tile, is_first=True)
     parts = multiply_grouped(outer, hidden, num_chosen, routing, tile, is_first=False)
     sum_choices(out, parts, topk_weights, topk_ids, num_experts)
+
+
+def is_single(num_pairs: int, num_chosen: int, inner: Product, outer: Product) -> bool:
+    """Whether pairs are few enough to be taken one by one.
+
+    Experts that several tokens have chosen are read several times then; how often follows from the
+    numbers, if all experts are as likely.
+    """
+    if num_pairs > MAX_SINGLE_PAIRS:
+        return False
+    num_experts = inner.weight.shape[0]
+    expert_bytes = (inner.weight[0].numel() + outer.weight[0].numel()) * inner.weight.itemsize
+    num_repeated = num_pairs * (num_pairs - num_chosen) / (2 * num_experts)
+    return num_repeated * expert_bytes <= MAX_REPEATED_BYTES
 
 
 def _check(

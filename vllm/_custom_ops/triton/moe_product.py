@@ -1,8 +1,8 @@
-"""One product of a mixture: the rows of (token, expert) pairs by their expert's matrix. Triton.
+"""What one product of a mixture is, and what follows it. Triton.
 
-Called by `moe.py`. Pairs are taken one by one, for decode steps, or in blocks of one expert that
-`moe_routing.py` makes. Each pair's result is stored by itself; a token's results are added up in
-the order of its choices, in float32. Ids that are no expert's count for nothing.
+Used by `moe_single.py` and `moe_grouped.py`, the two forms of a product. Each pair's result is
+stored by itself; a token's results are added up in the order of its choices, in float32. Ids that
+are no expert's count for nothing.
 """
 
 from __future__ import annotations
@@ -14,21 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
-from vllm._custom_ops.triton.moe_routing import Routing
-from vllm._custom_ops.triton.product import (
-    NUM_COUNTERS,
-    activate,
-    get_counters,
-    is_last_to_arrive,
-    multiply_row,
-    multiply_tile,
-)
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm._custom_ops.triton.product import activate
 
-_SINGLE_ROWS = 16
-"""Weight rows of a program that takes one pair."""
-
-_SINGLE_COLUMNS = 512
-_SUM_COLUMNS = 512
+_SUM_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,30 +49,6 @@ class Product:
         return self.up_offset > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Block sizes of a grouped product; `block_n` counts weight rows, gate and up together."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-_TILES = (
-    (16, Tile(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)),
-    (48, Tile(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4)),
-    (160, Tile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)),
-)
-_LARGEST_TILE = Tile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
-
-
-def choose_tile(rows_per_expert: float) -> Tile:
-    """Return block sizes by how many rows an expert has if all have as many."""
-    return next((tile for most, tile in _TILES if rows_per_expert <= most), _LARGEST_TILE)
-
-
 @triton.jit
 def _add_bias(sums, bias, expert, rows_N, stride, is_in_N):
     if bias is not None:
@@ -93,7 +58,7 @@ def _add_bias(sums, bias, expert, rows_N, stride, is_in_N):
 
 
 @triton.jit
-def _finish(
+def finish(
     gate,
     up,
     bias,
@@ -116,7 +81,7 @@ def _finish(
 
 
 @triton.jit
-def _sum_choices(parts, weights, ids, num_chosen, num_experts, stride, columns, is_in):
+def sum_token(parts, weights, ids, num_chosen, num_experts, stride, columns, is_in):
     """Return the weighted sum of a token's results; the three tables start at the token."""
     total = tl.zeros(columns.shape, tl.float32)
     for choice in range(num_chosen):
@@ -134,129 +99,26 @@ def _sum_choices(parts, weights, ids, num_chosen, num_experts, stride, columns, 
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["alpha", "limit"])
-def _single_kernel(
-    out,
-    x,
-    weight,
-    bias,
-    ids,
-    N,
-    K,
-    x_stride,
-    num_experts,
-    expert_rows,
-    row_step,
-    up_offset,
-    rows_of_x,
-    alpha,
-    limit,
-    topk_weights,
-    total,
-    total_stride,
-    num_chosen,
-    counters,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Multiply one pair's row; where `total` is given, the last pair of a token adds them up."""
-    pair, tile = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(ids + pair)
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_in = columns < N
-    if (expert >= 0) & (expert < num_experts):
-        rows = tl.minimum(columns, N - 1) * row_step
-        matrix = weight + expert.to(tl.int64) * expert_rows * K
-        row = x + (pair // rows_of_x).to(tl.int64) * x_stride
-        gate, up = multiply_row(
-            row, matrix, rows, rows + up_offset, 0, K, K, IS_GATED, EVEN_K, BLOCK_N, BLOCK_K, 1
-        )  # fmt: skip
-        result = _finish(
-            gate, up, bias, expert, rows, rows + up_offset, expert_rows, is_in, alpha, limit,
-            x.dtype.element_ty, ACTIVATION,
-        )  # fmt: skip
-        places = out + pair.to(tl.int64) * N + columns
-        tl.store(places[None, :], result, mask=is_in[None, :])
-    if total is not None:
-        token = pair // num_chosen
-        if is_last_to_arrive(counters + token * tl.num_programs(1) + tile, num_chosen):
-            first = token * num_chosen
-            sums = _sum_choices(
-                out + first.to(tl.int64) * N, topk_weights + first, ids + first, num_chosen,
-                num_experts, N, columns, is_in,
-            )  # fmt: skip
-            places = total + token.to(tl.int64) * total_stride + columns
-            tl.store(places, sums.to(total.dtype.element_ty), mask=is_in)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["alpha", "limit"])
-def _grouped_kernel(
-    out,
-    x,
-    weight,
-    bias,
-    order,
-    ends,
-    block_experts,
-    block_starts,
-    N,
-    K,
-    x_stride,
-    expert_rows,
-    row_step,
-    up_offset,
-    num_chosen,
-    alpha,
-    limit,
-    IS_FIRST: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Multiply a block of one expert's rows: gathered by token if first, else in order."""
-    tile, block = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(block_experts + block)
-    if expert >= 0:
-        places = tl.load(block_starts + block) + tl.arange(0, BLOCK_M)
-        is_row = places < tl.load(ends + expert)
-        pairs = tl.load(order + places, mask=is_row, other=0)
-        if IS_FIRST:
-            x_rows, out_rows = pairs // num_chosen, places
-        else:
-            x_rows, out_rows = places, pairs
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_in = columns < N
-        rows = tl.minimum(columns, N - 1) * row_step
-        gate, up = multiply_tile(
-            x, x_rows.to(tl.int64) * x_stride, is_row,
-            weight + expert.to(tl.int64) * expert_rows * K, rows, rows + up_offset, 0, K, K,
-            IS_GATED, False, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        result = _finish(
-            gate, up, bias, expert, rows, rows + up_offset, expert_rows, is_in, alpha, limit,
-            x.dtype.element_ty, ACTIVATION,
-        )  # fmt: skip
-        out_places = out + out_rows[:, None].to(tl.int64) * N + columns[None, :]
-        tl.store(out_places, result, mask=is_row[:, None] & is_in[None, :])
-
-
-@fast_launch
 @triton.jit
 def _sum_kernel(
-    out, parts, weights, ids, N, out_stride, num_chosen, num_experts, BLOCK_N: tl.constexpr
+    out,
+    parts,
+    weights,
+    ids,
+    N,
+    out_stride,
+    num_chosen,
+    num_experts,
+    BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    let_next_start(OVERLAPS)
+    await_inputs(OVERLAPS)
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_in = columns < N
     first = token * num_chosen
-    sums = _sum_choices(
+    sums = sum_token(
         parts + first.to(tl.int64) * N, weights + first, ids + first, num_chosen, num_experts, N,
         columns, is_in,
     )  # fmt: skip
@@ -264,114 +126,12 @@ def _sum_kernel(
     tl.store(places, sums.to(out.dtype.element_ty), mask=is_in)
 
 
-def fits_counters(num_tokens: int, num_outputs: int) -> bool:
-    """Whether `multiply_single` can add up the results of so many tokens."""
-    return num_tokens * triton.cdiv(num_outputs, _SINGLE_ROWS) <= NUM_COUNTERS
-
-
-def multiply_single(
-    product: Product,
-    x: Tensor,
-    ids_TK: Tensor,
-    *,
-    is_first: bool,
-    topk_weights: Tensor | None = None,
-    total: Tensor | None = None,
-) -> Tensor:
-    """Multiply every pair's row by its expert, one by one.
-
-    Rows of `x` are tokens' if `is_first`, else pairs'. Where `total` [T, outputs] is given it gets
-    the sums of the tokens' results, weighted by `topk_weights`.
-
-    Returns:
-        [P, outputs]; rows of ids that are no expert's are not written.
-    """
-    num_experts, expert_rows, k = product.weight.shape
-    n, num_pairs, num_chosen = product.num_outputs, ids_TK.numel(), ids_TK.shape[1]
-    block_n = _SINGLE_ROWS // 2 if product.is_gated else _SINGLE_ROWS
-    block_k = min(_SINGLE_COLUMNS, max(16, triton.next_power_of_2(k)))
-    out = x.new_empty(num_pairs, n)
-    _single_kernel[(num_pairs, triton.cdiv(n, block_n))](
-        out,
-        x,
-        product.weight,
-        product.bias,
-        ids_TK,
-        n,
-        k,
-        x.stride(0),
-        num_experts,
-        expert_rows,
-        product.row_step,
-        product.up_offset,
-        num_chosen if is_first else 1,
-        product.alpha,
-        product.limit,
-        topk_weights,
-        total,
-        0 if total is None else total.stride(0),
-        num_chosen,
-        get_counters(x.device),
-        ACTIVATION=product.activation,
-        IS_GATED=product.is_gated,
-        EVEN_K=k % block_k == 0,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
-    return out
-
-
-def multiply_grouped(
-    product: Product, x: Tensor, num_chosen: int, routing: Routing, tile: Tile, *, is_first: bool
-) -> Tensor:
-    """Multiply the sorted pairs' rows by their experts.
-
-    Rows of `x` are tokens' if `is_first`, else pairs' in sorted order.
-
-    Returns:
-        [P, outputs], in sorted order if `is_first`, else in the order of the pairs.
-    """
-    _, expert_rows, k = product.weight.shape
-    n, num_pairs = product.num_outputs, routing.order.shape[0]
-    block_n = tile.block_n // 2 if product.is_gated else tile.block_n
-    block_k = tile.block_k * 2 // x.element_size()
-    out = x.new_empty(num_pairs, n)
-    _grouped_kernel[(triton.cdiv(n, block_n), routing.max_blocks)](
-        out,
-        x,
-        product.weight,
-        product.bias,
-        routing.order,
-        routing.ends,
-        routing.block_experts,
-        routing.block_starts,
-        n,
-        k,
-        x.stride(0),
-        expert_rows,
-        product.row_step,
-        product.up_offset,
-        num_chosen,
-        product.alpha,
-        product.limit,
-        IS_FIRST=is_first,
-        ACTIVATION=product.activation,
-        IS_GATED=product.is_gated,
-        EVEN_K=k % block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return out
-
-
 def sum_choices(
     out: Tensor, parts: Tensor, topk_weights: Tensor, ids_TK: Tensor, num_experts: int
 ) -> None:
     """Write the weighted sums of `parts` [T k, N] of each token to `out` [T, N]."""
     num_tokens, n = out.shape
+    is_overlapped = overlaps(out.device)
     _sum_kernel[(num_tokens, triton.cdiv(n, _SUM_COLUMNS))](
         out,
         parts,
@@ -382,4 +142,6 @@ def sum_choices(
         ids_TK.shape[1],
         num_experts,
         BLOCK_N=_SUM_COLUMNS,
+        OVERLAPS=is_overlapped,
+        launch_pdl=is_overlapped,
     )
