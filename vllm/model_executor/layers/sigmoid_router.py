@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.errors import ConfigError
+from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.state import FloatVectors
 
@@ -54,8 +55,10 @@ class SigmoidRouter(nn.Module):
             )
         self._sizes = sizes
         count = sizes.num_experts
-        self.linear = ReplicatedLinear(
-            hidden_size, count, bias=False, dtype=torch.float32 if sizes.is_float else dtype
+        self.linear = (
+            FloatRouter(hidden_size, count)
+            if sizes.is_float
+            else ReplicatedLinear(hidden_size, count, bias=False, dtype=dtype)
         )
         self.correction = (
             FloatVectors((sizes.correction,), count, 0, count) if sizes.correction else None
@@ -64,7 +67,7 @@ class SigmoidRouter(nn.Module):
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32 [T, k], and experts, int32 [T, k]."""
         sizes = self._sizes
-        logits_TN = self.linear(x_TE.float() if sizes.is_float else x_TE).float()
+        logits_TN = self.linear(x_TE).float()
         # torch.sigmoid rounds an element by its place in memory; exp and division do not.
         scores_TN = 1.0 / (1.0 + torch.exp(-logits_TN))
         ids_TK = self._rank(scores_TN).topk(sizes.num_chosen, dim=-1).indices

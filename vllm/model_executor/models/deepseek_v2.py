@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
+from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.mla import LatentAttentionBlock, LatentSizes
 from vllm.model_executor.models.blocks import BlockContext, MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -172,9 +172,7 @@ class GroupedMoeBlock(nn.Module):
         super().__init__()
         self._shape = shape
         self._tp = context.tp
-        self.router = ReplicatedLinear(
-            context.hidden_size, shape.num_experts, bias=False, dtype=torch.float32
-        )
+        self.router = FloatRouter(context.hidden_size, shape.num_experts)
         self.experts = FusedMoE(
             shape.num_experts,
             shape.num_chosen,
@@ -192,8 +190,12 @@ class GroupedMoeBlock(nn.Module):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
-        weights_TK, ids_TK = choose_in_groups(self.router(x_TE.float()), self._shape)
-        out_TE = self.experts.run_chosen(x_TE, weights_TK, ids_TK)
+        logits_TN = self.router(x_TE)
+        if self._shape.num_groups == 1 and self._shape.weight_scale == 1.0:
+            out_TE = self.experts(x_TE, logits_TN)
+        else:
+            weights_TK, ids_TK = choose_in_groups(logits_TN, self._shape)
+            out_TE = self.experts.run_chosen(x_TE, weights_TK, ids_TK)
         if self.shared is not None:
             out_TE = out_TE + self.shared(x_TE)
         return self._tp.all_reduce(out_TE)
