@@ -32,15 +32,14 @@ inline void throw_on_error(const char* what, cudaError_t error) {
 // Makes the device of `t` current while it lives, and knows torch's current stream there.
 class LaunchScope {
  public:
-  explicit LaunchScope(const Tensor& t) {
-    const int device = t.get_device_index();
+  explicit LaunchScope(const Tensor& t) : device_(t.get_device_index()) {
     throw_on_error("cudaGetDevice", cudaGetDevice(&previous_));
-    is_other_ = device != previous_;
-    if (is_other_) throw_on_error("cudaSetDevice", cudaSetDevice(device));
+    is_other_ = device_ != previous_;
+    if (is_other_) throw_on_error("cudaSetDevice", cudaSetDevice(device_));
     void* stream = nullptr;
-    if (aoti_torch_get_current_cuda_stream(device, &stream) != 0) {
+    if (aoti_torch_get_current_cuda_stream(device_, &stream) != 0) {
       throw std::runtime_error("torch has no current CUDA stream on device " +
-                               std::to_string(device));
+                               std::to_string(device_));
     }
     stream_ = static_cast<cudaStream_t>(stream);
   }
@@ -52,11 +51,19 @@ class LaunchScope {
 
   cudaStream_t stream() const { return stream_; }
 
+  // Whether the device can start a kernel while the one before it ends.
+  bool can_overlap() const {
+    int major = 0;
+    throw_on_error("cudaDeviceGetAttribute",
+                   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
+    return major >= 9;
+  }
+
   // Throws if the last launch was refused; errors while running are reported by later calls.
   void check(const char* op) const { throw_on_error(op, cudaGetLastError()); }
 
  private:
-  int previous_ = 0;
+  int device_, previous_ = 0;
   bool is_other_ = false;
   cudaStream_t stream_ = nullptr;
 };

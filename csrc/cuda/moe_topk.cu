@@ -3,8 +3,8 @@
 #include <cuda_fp16.h>
 
 #include "core/cuda_check.h"
-#include "core/cuda_launch.h"
 #include "core/registration.h"
+#include "cuda/launch.cuh"
 
 namespace vllm::cuda {
 
@@ -63,6 +63,8 @@ __device__ void load_probabilities(const RouteArgs& args, int64_t token, int (&b
 // Chooses the k largest one after the other; lane j keeps the j-th. Equal ones go by number.
 template <typename T, int kPerLane>
 __global__ void __launch_bounds__(kWarpsOfBlock * 32) route_kernel(RouteArgs args) {
+  let_next_start();
+  await_inputs();
   const int64_t token = int64_t{blockIdx.x} * kWarpsOfBlock + threadIdx.x / 32;
   if (token >= args.tokens) return;
   const int lane = threadIdx.x % 32;
@@ -101,9 +103,11 @@ __global__ void __launch_bounds__(kWarpsOfBlock * 32) route_kernel(RouteArgs arg
 }
 
 template <typename T>
-void launch_route(const RouteArgs& args, cudaStream_t stream) {
+void launch_route(const RouteArgs& args, const LaunchScope& scope) {
   const auto blocks = static_cast<unsigned>(ceil_div(args.tokens, kWarpsOfBlock));
-  const auto launch = [&](auto kernel) { kernel<<<blocks, kWarpsOfBlock * 32, 0, stream>>>(args); };
+  const auto launch = [&](auto* kernel) {
+    launch_overlapping(scope, kernel, blocks, kWarpsOfBlock * 32, args);
+  };
   if (args.experts <= 64) return launch(route_kernel<T, 2>);
   if (args.experts <= 128) return launch(route_kernel<T, 4>);
   if (args.experts <= 256) return launch(route_kernel<T, 8>);
@@ -144,13 +148,13 @@ void topk_softmax(const Tensor& weights, const Tensor& indices, const Tensor& ga
   const LaunchScope scope(gating);
   switch (gating.scalar_type()) {
     case ScalarType::Float:
-      launch_route<float>(args, scope.stream());
+      launch_route<float>(args, scope);
       break;
     case ScalarType::BFloat16:
-      launch_route<__nv_bfloat16>(args, scope.stream());
+      launch_route<__nv_bfloat16>(args, scope);
       break;
     default:
-      launch_route<__half>(args, scope.stream());
+      launch_route<__half>(args, scope);
   }
   scope.check(op);
 }

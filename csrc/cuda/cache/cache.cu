@@ -3,6 +3,7 @@
 #include "core/registration.h"
 #include "cuda/cache/cache_rows.cuh"
 #include "cuda/lanes.cuh"
+#include "cuda/launch.cuh"
 
 namespace vllm::cuda {
 
@@ -25,7 +26,9 @@ struct StoreArgs {
 
 template <typename U>
 __global__ void __launch_bounds__(kGroupThreads)
-    reshape_and_cache_kernel(const StoreArgs args, const int lanes) {
+    reshape_and_cache_kernel(const __grid_constant__ StoreArgs args, const int lanes) {
+  let_next_start();
+  await_inputs();
   const LaneGroup group(lanes);
   const uint32_t token = group.index / (2 * args.heads), number = group.index % (2 * args.heads);
   if (token >= args.tokens) return;
@@ -64,12 +67,12 @@ void count_packs(StoreRows& rows, int64_t item) {
 }
 
 template <typename U>
-void launch_store(const char* op, const StoreArgs& args, cudaStream_t stream) {
+void launch_store(const char* op, const StoreArgs& args, const LaunchScope& scope) {
   const int64_t size = args.key.size > args.value.size ? args.key.size : args.value.size;
   int lanes = 1;
   while (lanes < 32 && lanes < size) lanes *= 2;
   const unsigned blocks = group_blocks(op, int64_t{2} * args.tokens * args.heads, lanes);
-  reshape_and_cache_kernel<U><<<blocks, kGroupThreads, 0, stream>>>(args, lanes);
+  launch_overlapping(scope, reshape_and_cache_kernel<U>, blocks, kGroupThreads, args, lanes);
 }
 
 void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key_cache,
@@ -95,11 +98,11 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key
   if (is_packed(args.key, item) && is_packed(args.value, item)) {
     count_packs(args.key, item);
     count_packs(args.value, item);
-    launch_store<uint4>(op, args, scope.stream());
+    launch_store<uint4>(op, args, scope);
   } else if (item == 4) {
-    launch_store<uint32_t>(op, args, scope.stream());
+    launch_store<uint32_t>(op, args, scope);
   } else {
-    launch_store<uint16_t>(op, args, scope.stream());
+    launch_store<uint16_t>(op, args, scope);
   }
   scope.check(op);
 }

@@ -1,6 +1,7 @@
 // Op: _C::argmax on CUDA. Blocks find the first token of their slice of a row, one warp a row
 // merges; a row with one block is done at once.
 #include "core/registration.h"
+#include "cuda/launch.cuh"
 #include "cuda/sampling/launch.cuh"
 
 namespace vllm::cuda {
@@ -12,6 +13,8 @@ constexpr int kBlocksOfProcessor = 4;
 __global__ void __launch_bounds__(kThreads)
     argmax_kernel(int64_t* out_ids, Order* of_parts, Logits logits) {
   __shared__ Word of_warps[kWarps];
+  let_next_start();
+  await_inputs();
   const Team team(logits.data + blockIdx.x * logits.stride, logits.n, nullptr);
   Order best = 0;
   for_tokens(team, [&](float x, int id) { best = max(best, order_of(x, id)); });
@@ -30,6 +33,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(32)
     merge_argmax_kernel(int64_t* out_ids, const Order* of_parts, int parts) {
+  let_next_start();
+  await_inputs();
   Order best = 0;
   for (int part = lane_id(); part < parts; part += 32) {
     best = max(best, of_parts[blockIdx.x * parts + part]);
@@ -49,14 +54,14 @@ void argmax(const Tensor& out_ids, const Tensor& logits) {
   const int parts = count_parts(view.rows, view.n, blocks);
   const dim3 grid(static_cast<unsigned>(view.rows), static_cast<unsigned>(parts));
   if (parts == 1) {
-    argmax_kernel<<<grid, kThreads, 0, scope.stream()>>>(ids, nullptr, view);
+    launch_overlapping(scope, argmax_kernel, grid, kThreads, ids, nullptr, view);
     scope.check(op);
     return;
   }
   const Tensor memory = torch::stable::new_empty(logits, {view.rows * parts}, ScalarType::Long);
   auto* of_parts = static_cast<Order*>(memory.data_ptr());
-  argmax_kernel<<<grid, kThreads, 0, scope.stream()>>>(ids, of_parts, view);
-  merge_argmax_kernel<<<grid.x, 32, 0, scope.stream()>>>(ids, of_parts, parts);
+  launch_overlapping(scope, argmax_kernel, grid, kThreads, ids, of_parts, view);
+  launch_overlapping(scope, merge_argmax_kernel, grid.x, 32, ids, of_parts, parts);
   scope.check(op);
 }
 
