@@ -42,3 +42,21 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
     C.fused_add_rms_norm(input, residual, weight, epsilon)
+
+
+def norm_add_rms_norm(
+    input: Tensor, residual: Tensor, input_weight: Tensor, weight: Tensor, epsilon: float
+) -> None:
+    """Norm, add, norm: input := rms_norm(input), then `fused_add_rms_norm`; CUDA tensors only.
+
+    Args:
+        input: as in `rms_norm`; overwritten with the result.
+        residual: like `input`; overwritten with the sum, rounded to its dtype.
+        input_weight: weight of the first norm, as in `rms_norm`.
+        weight: weight of the norm of the sum, of the same dtype.
+        epsilon: of both norms.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.norm_add_rms_norm(input, residual, input_weight, weight, epsilon)

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests._custom_ops.gpu.graphs import capture
-from tests._custom_ops.gpu.tensors import DTYPES, NEEDS_GPU, assert_near, draw, poisoned_like
+from tests._custom_ops.gpu.tensors import (
+    DTYPES,
+    NEEDS_GPU,
+    TOLERANCE,
+    assert_near,
+    draw,
+    poisoned_like,
+)
 from vllm._custom_ops import norm as ops
 from vllm._custom_ops.naive import norm as naive
 from vllm.errors import ShapeError
@@ -40,6 +47,38 @@ def test_fused_add_rms_norm_equals_twin(dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_weight_float", [False, True])
+def test_norm_add_rms_norm_equals_twin(
+    dtype: torch.dtype, size: int, is_weight_float: bool
+) -> None:
+    x, residual = draw(3, size, dtype=dtype, seed=1), draw(3, size, dtype=dtype, seed=2)
+    weight_dtype = torch.float32 if is_weight_float else dtype
+    first, second = (draw(size, dtype=weight_dtype, seed=seed) for seed in (3, 4))
+    x_naive, residual_naive = x.clone(), residual.clone()
+    ops.norm_add_rms_norm(x, residual, first, second, 1e-5)
+    naive.norm_add_rms_norm(x_naive, residual_naive, first, second, 1e-5)
+    # A norm rounded the other way moves a sum by a step of its larger part.
+    step = TOLERANCE[dtype][0] * residual_naive.abs().max().item()
+    torch.testing.assert_close(residual, residual_naive, rtol=0, atol=step)
+    step = TOLERANCE[dtype][0] * x_naive.abs().max().item()
+    torch.testing.assert_close(x, x_naive, rtol=0, atol=step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2048, 2880, 3584, 8192])
+def test_norm_add_rms_norm_equals_separate_ops(dtype: torch.dtype, size: int) -> None:
+    x, residual = draw(3, size, dtype=dtype, seed=1), draw(3, size, dtype=dtype, seed=2)
+    first, second = (draw(size, dtype=torch.float32, seed=seed) for seed in (3, 4))
+    x_parts, residual_parts = x.clone(), residual.clone()
+    ops.norm_add_rms_norm(x, residual, first, second, 1e-5)
+    ops.rms_norm(x_parts, x_parts, first, 1e-5)
+    ops.fused_add_rms_norm(x_parts, residual_parts, second, 1e-5)
+    assert torch.equal(residual, residual_parts)
+    assert torch.equal(x, x_parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [64, 128, 96, 12])
 def test_heads_inside_qkv_are_normed_in_place(dtype: torch.dtype, head_size: int) -> None:
     qkv = draw(9, 7, head_size, dtype=dtype, seed=4)
@@ -51,7 +90,7 @@ def test_heads_inside_qkv_are_normed_in_place(dtype: torch.dtype, head_size: int
     assert torch.equal(qkv[:, 4:], expected[:, 4:])
 
 
-@pytest.mark.parametrize("size", [64, 128, 2048, 4096])
+@pytest.mark.parametrize("size", [64, 128, 2048, 3584, 4096, 8192, 16384])
 def test_rows_stand_alone(size: int) -> None:
     x = draw(300, size, dtype=torch.bfloat16, seed=6)
     weight = draw(size, dtype=torch.bfloat16, seed=7)

@@ -27,3 +27,11 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
     """residual := input + residual, rounded; input := rms_norm(residual)."""
     residual.add_(input)
     rms_norm(input, residual, weight, epsilon)
+
+
+def norm_add_rms_norm(
+    input: Tensor, residual: Tensor, input_weight: Tensor, weight: Tensor, epsilon: float
+) -> None:
+    """input := rms_norm(input), rounded; then `fused_add_rms_norm`."""
+    rms_norm(input, input, input_weight, epsilon)
+    fused_add_rms_norm(input, residual, weight, epsilon)

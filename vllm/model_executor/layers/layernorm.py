@@ -47,6 +47,17 @@ class RMSNorm(nn.Module):
         norm_ops.fused_add_rms_norm(delta_TE, residual_TE, self.weight, self.epsilon)
         return delta_TE
 
+    def norm_add_and_norm(
+        self, delta_norm: RMSNorm, delta_TE: Tensor, residual_TE: Tensor
+    ) -> Tensor:
+        """As `add_and_norm`, but `delta` is normed by `delta_norm` first; one op on a GPU."""
+        if not delta_TE.is_cuda or delta_norm.epsilon != self.epsilon:
+            return self.add_and_norm(delta_norm.apply_in_place(delta_TE), residual_TE)
+        norm_ops.norm_add_rms_norm(
+            delta_TE, residual_TE, delta_norm.weight, self.weight, self.epsilon
+        )
+        return delta_TE
+
 
 class GemmaRMSNorm(RMSNorm):
     """x / rms(x) * (1 + w): folded at load into a float32 weight, rounded once at the end."""
