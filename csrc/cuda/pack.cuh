@@ -36,6 +36,19 @@ __device__ __forceinline__ float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
+// Two neighbours of a pack of 16-bit numbers, for which the device has instructions.
+template <typename T>
+using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+
+template <typename T>
+__device__ __forceinline__ Pair<T> round_pair(float x, float y) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return __floats2bfloat162_rn(x, y);
+  } else {
+    return __floats2half2_rn(x, y);
+  }
+}
+
 template <typename T>
 struct alignas(kPackBytes) Pack {
   static constexpr int kSize = kPackBytes / sizeof(T);

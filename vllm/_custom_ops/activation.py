@@ -58,6 +58,11 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     C.gelu_quick(out, input)
 
 
+def relu2(out: Tensor, input: Tensor) -> None:
+    """Write relu(x) ** 2, rounded once; arguments as in `gelu_new`; CUDA tensors only."""
+    C.relu2(out, input)
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """Multiply x by sigmoid(gate), rounded to the dtype before the product; CUDA tensors only.
 

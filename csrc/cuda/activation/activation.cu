@@ -1,31 +1,36 @@
 // Ops: _C::{silu,gelu,gelu_tanh}_and_mul, _C::gelu_{new,fast,quick}, _C::soft_cap on CUDA, and
-// _C::mul_sigmoid, which exists on CUDA only. A thread computes one pack of 16 bytes of the result.
+// _C::mul_sigmoid and _C::relu2, which exist on CUDA only.
 #include "core/registration.h"
-#include "cuda/rows.cuh"
+#include "cuda/activation/row_grid.cuh"
 
 namespace vllm::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
-
-// exp(x) and x / y for results of type T. The exact forms cost more than the memory of a 16-bit
-// tensor allows; the hardware's are off by a few units in the last place of a float, of which a
-// 16-bit result keeps none.
-template <typename T>
-__device__ __forceinline__ float exp_for(float x) {
-  return sizeof(T) == 2 ? __expf(x) : expf(x);
+// 1 / (1 + exp(-x)) and x times that, for results of type T. The exact forms cost more than the
+// memory of a 16-bit tensor allows; the hardware's are off by a few units in the last place of a
+// float, of which a 16-bit result keeps none.
+__device__ __forceinline__ float fast_logistic(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950409f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return inverse;
 }
 
 template <typename T>
-__device__ __forceinline__ float divide_for(float x, float y) {
-  return sizeof(T) == 2 ? __fdividef(x, y) : x / y;
+__device__ __forceinline__ float logistic(float x) {
+  return sizeof(T) == 2 ? fast_logistic(x) : 1.0f / (1.0f + expf(-x));
+}
+
+template <typename T>
+__device__ __forceinline__ float times_logistic(float x, float y) {
+  return sizeof(T) == 2 ? x * fast_logistic(y) : x / (1.0f + expf(-y));
 }
 
 struct Silu {
   template <typename T>
   __device__ __forceinline__ float run(float x) const {
-    return divide_for<T>(x, 1.0f + exp_for<T>(-x));
+    return times_logistic<T>(x, x);
   }
 };
 
@@ -41,8 +46,8 @@ struct GeluTanh {
   template <typename T>
   __device__ __forceinline__ float run(float x) const {
     const float inner = 0.7978845608f * x * fmaf(0.044715f * x, x, 1.0f);
-    if constexpr (sizeof(T) == 2) {  // 1 + tanh(u) = 2 - 2 / (1 + exp(2 u))
-      return x - __fdividef(x, 1.0f + __expf(2.0f * inner));
+    if constexpr (sizeof(T) == 2) {  // 1 + tanh(u) = 2 / (1 + exp(-2 u))
+      return times_logistic<T>(x, 2.0f * inner);
     } else {
       return 0.5f * x * (1.0f + tanhf(inner));
     }
@@ -52,14 +57,14 @@ struct GeluTanh {
 struct GeluQuick {
   template <typename T>
   __device__ __forceinline__ float run(float x) const {
-    return divide_for<T>(x, 1.0f + exp_for<T>(-1.702f * x));
+    return times_logistic<T>(x, 1.702f * x);
   }
 };
 
 struct Sigmoid {
   template <typename T>
   __device__ __forceinline__ float run(float x) const {
-    return divide_for<T>(1.0f, 1.0f + exp_for<T>(-x));
+    return logistic<T>(x);
   }
 };
 
@@ -71,39 +76,71 @@ struct SoftCap {
   }
 };
 
+// relu(x)^2; NaN stays NaN.
+struct Relu2 {
+  template <typename T>
+  __device__ __forceinline__ float run(float x) const {
+    return x <= 0.0f ? 0.0f : x * x;
+  }
+};
+
 struct ActivationArgs {
   void* out;
   const void* x;
   const void* factor;  // what act(x) is multiplied by; null: nothing
   Rows out_rows, x_rows, factor_rows;
   int64_t n;  // of a row of out
-  uint32_t row_packs;
   bool is_packed;
 };
 
-// out[i] = act(x[i]), or act(x[i]) * factor[i] with the activation rounded to T before the product.
-template <typename T, typename Act, bool kGated>
-__global__ void __launch_bounds__(kThreads)
-    activation_kernel(const ActivationArgs args, const Act act) {
-  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t row = index / args.row_packs;
-  if (row >= args.out_rows.count()) return;
-  const int64_t begin = static_cast<int64_t>(index % args.row_packs) * Pack<T>::kSize;
-  const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
-  const Pack<T> gate = load_pack(x, begin, args.n, args.is_packed);
-  Pack<T> factor{}, result;
-  if constexpr (kGated) {
-    const T* row_of_factor = static_cast<const T*>(args.factor) + args.factor_rows.offset(row);
-    factor = load_pack(row_of_factor, begin, args.n, args.is_packed);
-  }
+// act(x), or act(x) * factor with the activation rounded to T before the product.
+template <typename T, bool kGated, typename Act>
+__device__ __forceinline__ Pack<T> activate(const Pack<T>& x, const Pack<T>& factor,
+                                            const Act& act) {
+  Pack<T> result;
+  if constexpr (sizeof(T) == 2) {
 #pragma unroll
-  for (int e = 0; e < Pack<T>::kSize; ++e) {
-    float y = act.template run<T>(to_float(gate.item[e]));
-    if constexpr (kGated) y = round_to<T>(y) * to_float(factor.item[e]);
-    result.item[e] = from_float<T>(y);
+    for (int e = 0; e < Pack<T>::kSize; e += 2) {
+      Pair<T> y = round_pair<T>(act.template run<T>(to_float(x.item[e])),
+                                act.template run<T>(to_float(x.item[e + 1])));
+      // Rounded once, as a product of float32 would be, which is exact.
+      if constexpr (kGated) y = __hmul2(y, Pair<T>(factor.item[e], factor.item[e + 1]));
+      result.item[e] = y.x;
+      result.item[e + 1] = y.y;
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; ++e) {
+      const float y = act.template run<T>(x.item[e]);
+      result.item[e] = kGated ? y * factor.item[e] : y;
+    }
+  }
+  return result;
+}
+
+template <typename T, typename Act, bool kGated, int kPacks>
+__global__ void activation_kernel(const __grid_constant__ ActivationArgs args, const RowGrid grid,
+                                  const Act act) {
+  let_next_start();
+  await_inputs();
+  const uint32_t row = grid.row();
+  if (row >= grid.rows) return;
+  const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
+  const T* row_of_factor = static_cast<const T*>(args.factor);
+  if constexpr (kGated) row_of_factor += args.factor_rows.offset(row);
+  Pack<T> packs[kPacks], factors[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t begin = grid.begin_of<T>(p, kPacks);
+    packs[p] = load_pack(x, begin, args.n, args.is_packed);
+    if constexpr (kGated) factors[p] = load_pack(row_of_factor, begin, args.n, args.is_packed);
   }
   T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
-  store_pack(out, begin, args.n, args.is_packed, result);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const Pack<T> result = activate<T, kGated>(packs[p], factors[p], act);
+    store_pack(out, grid.begin_of<T>(p, kPacks), args.n, args.is_packed, result);
+  }
 }
 
 ActivationArgs activation_args(const char* op, const Tensor& out, const Tensor& input) {
@@ -114,26 +151,22 @@ ActivationArgs activation_args(const char* op, const Tensor& out, const Tensor& 
                         .x_rows = rows_of(op, "input", input),
                         .factor_rows = {},
                         .n = out.size(out.dim() - 1),
-                        .row_packs = 0,
                         .is_packed = false};
 }
 
 template <bool kGated, typename Act>
 void run_activation(const char* op, const Act& act, const Tensor& input, ActivationArgs args) {
   const int64_t item = static_cast<int64_t>(input.element_size());
-  args.row_packs = static_cast<uint32_t>(ceil_div(args.n * item, kPackBytes));
   args.is_packed = is_packed(args.out, args.out_rows, args.n, item) &&
                    is_packed(args.x, args.x_rows, args.n, item) &&
                    (!kGated || is_packed(args.factor, args.factor_rows, args.n, item));
-  const int64_t packs = static_cast<int64_t>(args.out_rows.count()) * args.row_packs;
-  CHECK_ARG(packs < 2 * kMaxRows - kThreads, op, ": input has shape ", shape_text(input),
-            ", of which the result would be more than 64 GiB");
-  const int64_t blocks = ceil_div(packs, kThreads);
-  if (blocks == 0) return;
   const LaunchScope scope(input);
   dispatch_float(input.scalar_type(), [&]<typename T>(TypeTag<T>) {
-    activation_kernel<T, Act, kGated>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, scope.stream()>>>(args, act);
+    dispatch_row_grid(op, args.n, Pack<T>::kSize, args.out_rows.count(),
+                      [&]<int kPacks>(ThreadPacks<kPacks>, const RowGrid& grid) {
+                        launch_overlapping(scope, activation_kernel<T, Act, kGated, kPacks>,
+                                           grid.blocks, grid.threads, args, grid, act);
+                      });
   });
   scope.check(op);
 }
@@ -183,6 +216,8 @@ void gelu_quick(const Tensor& out, const Tensor& input) {
   run_elementwise<GeluQuick>("gelu_quick", out, input);
 }
 
+void relu2(const Tensor& out, const Tensor& input) { run_elementwise<Relu2>("relu2", out, input); }
+
 void soft_cap(const Tensor& x, double scale, double cap) {
   const char* op = "soft_cap";
   check_tensor(op, "x", x, 2);
@@ -205,7 +240,10 @@ void mul_sigmoid(const Tensor& x, const Tensor& gate) {
 
 }  // namespace
 
-VLLM_OPS(_C, m) { m.def("mul_sigmoid(Tensor! x, Tensor gate) -> ()"); }
+VLLM_OPS(_C, m) {
+  m.def("mul_sigmoid(Tensor! x, Tensor gate) -> ()");
+  m.def("relu2(Tensor! out, Tensor input) -> ()");
+}
 
 VLLM_OPS_IMPL(_C, CUDA, m) {
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
@@ -215,6 +253,7 @@ VLLM_OPS_IMPL(_C, CUDA, m) {
   m.impl("gelu_fast", TORCH_BOX(&gelu_fast));
   m.impl("gelu_quick", TORCH_BOX(&gelu_quick));
   m.impl("soft_cap", TORCH_BOX(&soft_cap));
+  m.impl("relu2", TORCH_BOX(&relu2));
   m.impl("mul_sigmoid", TORCH_BOX(&mul_sigmoid));
 }
 

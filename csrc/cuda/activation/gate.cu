@@ -1,42 +1,48 @@
 // Op: _C::add_gated, which exists on CUDA only: what a gated expert that every token takes adds.
 #include "core/registration.h"
-#include "cuda/rows.cuh"
+#include "cuda/activation/row_grid.cuh"
 
 namespace vllm::cuda {
 
 namespace {
 
 constexpr char kOp[] = "add_gated";
-constexpr int kThreads = 256;
 
 struct GateArgs {
   void* out;
   const void *x, *gate;
   Rows out_rows, x_rows;
   int64_t gate_stride, n;
-  uint32_t row_packs;
   bool is_packed;
 };
 
 // out[t] += sigmoid(gate[t]) * x[t]; the sigmoid and the product are rounded to T.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) add_gated_kernel(const GateArgs args) {
-  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t row = index / args.row_packs;
-  if (row >= args.out_rows.count()) return;
-  const int64_t begin = static_cast<int64_t>(index % args.row_packs) * Pack<T>::kSize;
+template <typename T, int kPacks>
+__global__ void add_gated_kernel(const __grid_constant__ GateArgs args, const RowGrid grid) {
+  let_next_start();
+  await_inputs();
+  const uint32_t row = grid.row();
+  if (row >= grid.rows) return;
   T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
   const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
-  const Pack<T> added = load_pack(x, begin, args.n, args.is_packed);
-  Pack<T> sum = load_pack(out, begin, args.n, args.is_packed);
   const float logit = to_float(static_cast<const T*>(args.gate)[row * args.gate_stride]);
+  Pack<T> added[kPacks], sums[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t begin = grid.begin_of<T>(p, kPacks);
+    added[p] = load_pack(x, begin, args.n, args.is_packed);
+    sums[p] = load_pack(out, begin, args.n, args.is_packed);
+  }
   const float gate = round_to<T>(1.0f / (1.0f + expf(-logit)));
 #pragma unroll
-  for (int e = 0; e < Pack<T>::kSize; ++e) {
-    const float product = round_to<T>(gate * to_float(added.item[e]));
-    sum.item[e] = from_float<T>(to_float(sum.item[e]) + product);
+  for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; ++e) {
+      const float product = round_to<T>(gate * to_float(added[p].item[e]));
+      sums[p].item[e] = from_float<T>(to_float(sums[p].item[e]) + product);
+    }
+    store_pack(out, grid.begin_of<T>(p, kPacks), args.n, args.is_packed, sums[p]);
   }
-  store_pack(out, begin, args.n, args.is_packed, sum);
 }
 
 void add_gated(const Tensor& out, const Tensor& x, const Tensor& gate) {
@@ -56,18 +62,16 @@ void add_gated(const Tensor& out, const Tensor& x, const Tensor& gate) {
                 .x_rows = rows_of(kOp, "x", x),
                 .gate_stride = gate.stride(0),
                 .n = out.size(1),
-                .row_packs = static_cast<uint32_t>(ceil_div(out.size(1) * item, kPackBytes)),
                 .is_packed = false};
   args.is_packed = is_packed(args.out, args.out_rows, args.n, item) &&
                    is_packed(args.x, args.x_rows, args.n, item);
-  const int64_t packs = static_cast<int64_t>(args.out_rows.count()) * args.row_packs;
-  CHECK_ARG(packs < 2 * kMaxRows - kThreads, kOp, ": out has shape ", shape_text(out),
-            ", which is more than 64 GiB");
-  if (packs == 0) return;
-  const unsigned blocks = static_cast<unsigned>(ceil_div(packs, kThreads));
   const LaunchScope scope(out);
   dispatch_float(out.scalar_type(), [&]<typename T>(TypeTag<T>) {
-    add_gated_kernel<T><<<blocks, kThreads, 0, scope.stream()>>>(args);
+    dispatch_row_grid(kOp, args.n, Pack<T>::kSize, args.out_rows.count(),
+                      [&]<int kPacks>(ThreadPacks<kPacks>, const RowGrid& grid) {
+                        launch_overlapping(scope, add_gated_kernel<T, kPacks>, grid.blocks,
+                                           grid.threads, args, grid);
+                      });
   });
   scope.check(kOp);
 }

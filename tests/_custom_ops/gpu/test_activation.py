@@ -34,13 +34,36 @@ def test_gated_equals_twin(dtype: torch.dtype, size: int, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3,), (7, 33), (2, 3, 64)])
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_quick"])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_quick", "relu2"])
 def test_plain_equals_twin(dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
     x = draw(*shape, dtype=dtype, seed=2, scale=3.0)
     out, expected = poisoned_like(x), poisoned_like(x)
     getattr(ops, name)(out, x)
     getattr(naive, name)(expected, x)
     assert_near(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 1000, 9472, 9473])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_many_rows_equal_few(dtype: torch.dtype, size: int, name: str) -> None:
+    x = draw(700, 2 * size, dtype=dtype, seed=11, scale=3.0)
+    out, alone = poisoned_like(x[:, :size]), poisoned_like(x[:3, :size])
+    getattr(ops, name)(out, x)
+    for first in (0, 350, 697):
+        getattr(ops, name)(alone, x[first : first + 3])
+        assert torch.equal(out[first : first + 3], alone)
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_relu2_squares_in_place_and_keeps_nan(dtype: torch.dtype) -> None:
+    x = draw(9, 21504, dtype=dtype, seed=12)
+    x[0, 0] = float("nan")
+    expected = torch.relu(x).square()
+    ops.relu2(x, x)
+    assert x[0, 0].isnan()
+    assert torch.equal(x.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -50,6 +50,11 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     out.copy_((x * torch.sigmoid(1.702 * x)).to(input.dtype))
 
 
+def relu2(out: Tensor, input: Tensor) -> None:
+    """relu(x) ** 2."""
+    out.copy_(torch.relu(input).square())
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """x := x * sigmoid(gate); the sigmoid is rounded before the product."""
     x.mul_(torch.sigmoid(gate.float()).to(x.dtype))

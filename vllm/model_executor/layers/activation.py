@@ -75,6 +75,14 @@ def make_gated_activation(name: str) -> nn.Module:
     return GeluAndMul("tanh" if name == "gelu_tanh" else "none")
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Return relu(x) ** 2, rounded once; on a GPU in the memory of `x`."""
+    if x.is_cuda:
+        activation_ops.relu2(x, x)
+        return x
+    return torch.relu(x).square()
+
+
 class _Elementwise(nn.Module):
     def __init__(self, op: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vllm.errors import ConfigError
+from vllm.model_executor.layers.activation import relu2
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -220,7 +220,7 @@ class Relu2Mlp(nn.Module):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution to the residual stream, [T, E]."""
-        return self.down(torch.relu(self.up(x_TE)).square())
+        return self.down(relu2(self.up(x_TE)))
 
 
 class Relu2Moe(nn.Module):
