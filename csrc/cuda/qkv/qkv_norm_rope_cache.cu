@@ -4,6 +4,7 @@
 // which it agrees bit for bit.
 #include "core/registration.h"
 #include "cuda/cache/cache_rows.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/norm/head_norm.cuh"
 #include "cuda/rope/head_rope.cuh"
 
@@ -23,6 +24,7 @@ struct QkvArgs {
   float epsilon;
   RopeTable table;  // rot_dim 0: no rotary embedding
   uint32_t tokens, num_heads, num_kv_heads;
+  uint32_t groups_of_token;  // each serves every groups_of_token-th head
   int head_size, lanes;
   bool is_packed;        // heads inside qkv, and norm weights
   bool is_cache_packed;  // rows of the caches
@@ -30,58 +32,124 @@ struct QkvArgs {
 };
 
 template <typename T, typename W, int kPacks>
-__device__ __forceinline__ void norm_head(Pack<T> (&packs)[kPacks], const void* weight,
-                                          bool is_live, const LaneGroup& group,
-                                          const QkvArgs& args) {
-  WeightPack<T, W> weights[kPacks] = {};
-  const bool is_normed = is_live && weight != nullptr;
-  if (is_normed) {
+__device__ __forceinline__ void load_head_weight(WeightPack<T, W> (&weights)[kPacks],
+                                                 const void* weight, const LaneGroup& group,
+                                                 const QkvArgs& args) {
+  if (weight == nullptr) return;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), args.head_size,
-                      args.is_packed);
-    }
+  for (int p = 0; p < kPacks; ++p) {
+    weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), args.head_size,
+                    args.is_packed);
   }
-  norm_lanes(packs, weights, args.lanes, is_normed, args.head_size, args.epsilon);
 }
 
-// A group of lanes serves one head of one token: query heads, then key heads, then value heads.
+// What a group of lanes knows of its token.
 template <typename T, typename W, int kPacks>
+struct TokenPart {
+  int2 slot;
+  RopeTurn turn;
+  Angles<T, kPacks> angles;
+  WeightPack<T, W> q_weights[kPacks], k_weights[kPacks];
+};
+
+// Norms, turns and stores one head. Every lane of the warp takes part.
+template <typename T, typename W, int kPacks>
+__device__ __forceinline__ void finish_head(Pack<T> (&packs)[kPacks], uint32_t head, bool is_live,
+                                            T* row, T* exchange, const LaneGroup& group,
+                                            const TokenPart<T, W, kPacks>& part,
+                                            const QkvArgs& args) {
+  const bool is_query = head < args.num_heads;
+  const bool is_value = head >= args.num_heads + args.num_kv_heads;
+  const bool is_changed = is_live && !is_value;
+  if (args.q_weight != nullptr || args.k_weight != nullptr) {
+    const bool is_normed = (is_query ? args.q_weight : args.k_weight) != nullptr;
+    WeightPack<T, W> weights[kPacks];  // chosen by value: an address would push both to memory
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int e = 0; e < Pack<T>::kSize; ++e) {
+        weights[p].item[e] = is_query ? part.q_weights[p].item[e] : part.k_weights[p].item[e];
+      }
+    }
+    norm_lanes(packs, weights, args.lanes, is_changed && is_normed, args.head_size, args.epsilon);
+  }
+  if (part.turn.rot_dim > 0) {
+    turn_lanes(packs, group.lane, args.lanes, is_changed, part.turn, part.angles, exchange);
+  }
+  if (is_changed) store_lanes(packs, row, args.head_size, args.is_packed, group);
+  if (!is_live || is_query || part.slot.x < 0) return;
+  const uint32_t first = is_value ? args.num_heads + args.num_kv_heads : args.num_heads;
+  T* target = is_value ? args.value_cache.row<T>(part.slot, head - first)
+                       : args.key_cache.row<T>(part.slot, head - first);
+  store_lanes(packs, target, args.head_size, args.is_cache_packed, group);
+}
+
+// A group of lanes serves kHeads heads of one token, whose angles it reads once: query heads come
+// first, then key heads, then value heads.
+template <typename T, typename W, int kPacks, int kHeads>
 __global__ void __launch_bounds__(kGroupThreads)
     qkv_norm_rope_cache_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
+  let_next_start();
   const LaneGroup group(args.lanes);
-  const uint32_t heads_of_token = args.num_heads + 2 * args.num_kv_heads;
-  const uint32_t token = group.index / heads_of_token, head = group.index % heads_of_token;
+  TokenPart<T, W, kPacks> part;
+  part.slot = make_int2(-1, 0);
+  part.turn = {.cos_sin = nullptr,
+               .rot_dim = args.table.rot_dim,
+               .is_neox = args.table.is_neox,
+               .is_packed = args.is_table_packed};
+  load_head_weight(part.q_weights, args.q_weight, group, args);
+  load_head_weight(part.k_weights, args.k_weight, group, args);
+  const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
+  const uint32_t token = group.index / args.groups_of_token;
+  const uint32_t first = group.index % args.groups_of_token;
   const bool is_live = token < args.tokens;
-  const bool is_query = head < args.num_heads;
-  const bool is_value = head >= args.num_heads + args.num_kv_heads;
-  T* row = static_cast<T*>(args.qkv) + token * args.token_stride +
-           static_cast<int64_t>(head) * args.head_size;
-  Pack<T> packs[kPacks] = {};
-  int2 slot = make_int2(-1, 0);
-  RopeTurn turn{.cos_sin = nullptr,
-                .rot_dim = args.table.rot_dim,
-                .is_neox = args.table.is_neox,
-                .is_packed = args.is_table_packed};
+  T* rows = static_cast<T*>(args.qkv) + token * args.token_stride;
+  Pack<T> packs[kHeads][kPacks] = {};
+  await_inputs();
   if (is_live) {
-    load_lanes(packs, row, args.head_size, args.is_packed, group);
-    if (!is_query) slot = args.slots[token];
-    if (turn.rot_dim > 0 && !is_value) turn.cos_sin = args.table.row(args.positions[token]);
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const uint32_t head = first + i * args.groups_of_token;
+      if (head >= num_heads) continue;
+      load_lanes(packs[i], rows + int64_t{head} * args.head_size, args.head_size, args.is_packed,
+                 group);
+    }
+    part.slot = args.slots[token];
+    if (part.turn.rot_dim > 0) part.turn.cos_sin = args.table.row(args.positions[token]);
+    if (part.turn.rot_dim > 0 && part.turn.holds()) {
+      part.angles.load(group.lane, args.lanes, part.turn);
+    }
   }
-  const bool is_changed = is_live && !is_value;
-  if (args.q_weight != nullptr || args.k_weight != nullptr) {
-    norm_head<T, W>(packs, is_query ? args.q_weight : args.k_weight, is_changed, group, args);
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const uint32_t head = first + i * args.groups_of_token;
+    finish_head(packs[i], head, is_live && head < num_heads, rows + int64_t{head} * args.head_size,
+                group.share<T>(exchange, kPacks), group, part, args);
   }
-  if (turn.rot_dim > 0) {
-    turn_lanes(packs, group.lane, args.lanes, is_changed, turn, group.share<T>(exchange, kPacks));
+}
+
+template <typename T, typename W, int kPacks, int kHeads>
+void launch_heads(QkvArgs args, const LaunchScope& scope) {
+  const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
+  args.lanes = lanes_of<T>(args.head_size);
+  args.groups_of_token = ceil_div(num_heads, kHeads);
+  const unsigned blocks =
+      group_blocks(kOp, int64_t{args.tokens} * args.groups_of_token, args.lanes);
+  launch_overlapping(scope, qkv_norm_rope_cache_kernel<T, W, kPacks, kHeads>, blocks, kGroupThreads,
+                     args);
+}
+
+// A group serves several heads where there are more than run at once.
+template <typename T, typename W, int kPacks>
+void launch_qkv(const QkvArgs& args, const LaunchScope& scope) {
+  constexpr int64_t kManyPacks = int64_t{1} << 20;
+  const int64_t num_packs = int64_t{args.tokens} * (args.num_heads + 2 * args.num_kv_heads) *
+                            ceil_div(args.head_size, Pack<T>::kSize);
+  if constexpr (kPacks == 1) {
+    if (num_packs >= kManyPacks) return launch_heads<T, W, kPacks, 4>(args, scope);
   }
-  if (is_changed) store_lanes(packs, row, args.head_size, args.is_packed, group);
-  if (slot.x < 0) return;
-  const uint32_t first = is_value ? args.num_heads + args.num_kv_heads : args.num_heads;
-  T* target = is_value ? args.value_cache.row<T>(slot, head - first)
-                       : args.key_cache.row<T>(slot, head - first);
-  store_lanes(packs, target, args.head_size, args.is_cache_packed, group);
+  launch_heads<T, W, kPacks, 1>(args, scope);
 }
 
 const void* norm_weight(const char* name, const std::optional<Tensor>& weight, const Tensor& qkv,
@@ -154,6 +222,7 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
       .tokens = static_cast<uint32_t>(qkv.size(0)),
       .num_heads = static_cast<uint32_t>(num_heads),
       .num_kv_heads = static_cast<uint32_t>(num_kv_heads),
+      .groups_of_token = 0,
       .head_size = static_cast<int>(head_size),
       .lanes = 0,
       .is_packed = false,
@@ -164,18 +233,13 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
       is_packed(args.key_cache, head_size, item) && is_packed(args.value_cache, head_size, item);
   args.is_table_packed = args.table.is_packed(item);
   const ScalarType weights = weight_type(q_norm, k_norm, qkv);
-  const int64_t num_groups = qkv.size(0) * (num_heads + 2 * num_kv_heads);
-  if (num_groups == 0) return;
+  if (args.tokens == 0) return;
   const LaunchScope scope(qkv);
-  dispatch_lanes(kOp, qkv.scalar_type(), head_size,
-                 [&]<typename T, int kPacks>(LanePacks<T, kPacks>) {
-                   args.lanes = lanes_of<T>(head_size);
-                   const unsigned blocks = group_blocks(kOp, num_groups, args.lanes);
-                   dispatch_weight<T>(weights, [&]<typename W>(TypeTag<W>) {
-                     qkv_norm_rope_cache_kernel<T, W, kPacks>
-                         <<<blocks, kGroupThreads, 0, scope.stream()>>>(args);
-                   });
-                 });
+  dispatch_lanes(
+      kOp, qkv.scalar_type(), head_size, [&]<typename T, int kPacks>(LanePacks<T, kPacks>) {
+        dispatch_weight<T>(weights,
+                           [&]<typename W>(TypeTag<W>) { launch_qkv<T, W, kPacks>(args, scope); });
+      });
   scope.check(kOp);
 }
 

@@ -14,6 +14,9 @@ struct RopeTurn {
   int rot_dim;
   bool is_neox;
   bool is_packed;  // halves are whole packs, and rows of the table lie on 16 bytes
+
+  // Whether lanes hold their angles in registers.
+  __device__ __forceinline__ bool holds() const { return is_neox && is_packed; }
 };
 
 __device__ __forceinline__ float turn_first(float a, float b, float cos, float sin) {
@@ -36,12 +39,38 @@ __device__ __forceinline__ Pack<T> shuffle_pack(const Pack<T>& pack, int lane, i
   return result;
 }
 
+// Cosines and sines of a lane's packs, where halves are whole packs and pairs lie half apart.
+template <typename T, int kPacks>
+struct Angles {
+  float cos[kPacks][Pack<T>::kSize], sin[kPacks][Pack<T>::kSize];
+
+  __device__ __forceinline__ void load(int lane, int lanes, const RopeTurn& turn) {
+    const int half = turn.rot_dim / 2;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int begin = (p * lanes + lane) * Pack<T>::kSize;
+      if (begin >= turn.rot_dim) continue;
+      const float* angles = turn.cos_sin + (begin < half ? begin : begin - half);
+#pragma unroll
+      for (int part = 0; part < Pack<T>::kSize; part += 4) {
+        const float4 cos4 = *reinterpret_cast<const float4*>(angles + part);
+        const float4 sin4 = *reinterpret_cast<const float4*>(angles + half + part);
+        cos[p][part] = cos4.x, cos[p][part + 1] = cos4.y;
+        cos[p][part + 2] = cos4.z, cos[p][part + 3] = cos4.w;
+        sin[p][part] = sin4.x, sin[p][part + 1] = sin4.y;
+        sin[p][part + 2] = sin4.z, sin[p][part + 3] = sin4.w;
+      }
+    }
+  }
+};
+
 // Pairs (i, i + half), halves of whole packs: the partner of a pack is one pack of some lane.
 template <typename T, int kPacks>
 __device__ __forceinline__ void turn_halves_packed(Pack<T> (&packs)[kPacks], int lane, int lanes,
-                                                   bool is_live, const RopeTurn& turn) {
+                                                   bool is_live, int rot_dim,
+                                                   const Angles<T, kPacks>& angles) {
   constexpr int kSize = Pack<T>::kSize;
-  const int half = turn.rot_dim / 2;
+  const int half = rot_dim / 2;
   Pack<T> turned[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -55,21 +84,13 @@ __device__ __forceinline__ void turn_halves_packed(Pack<T> (&packs)[kPacks], int
       if (partner / lanes == slot) other = candidate;
     }
     turned[p] = packs[p];
-    if (!is_live || begin >= turn.rot_dim) continue;
-    const float* angles = turn.cos_sin + (is_first ? begin : begin - half);
+    if (!is_live || begin >= rot_dim) continue;
 #pragma unroll
-    for (int part = 0; part < kSize; part += 4) {
-      const float4 cos4 = *reinterpret_cast<const float4*>(angles + part);
-      const float4 sin4 = *reinterpret_cast<const float4*>(angles + half + part);
-      const float cos[4] = {cos4.x, cos4.y, cos4.z, cos4.w};
-      const float sin[4] = {sin4.x, sin4.y, sin4.z, sin4.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float own = to_float(packs[p].item[part + e]);
-        const float far = to_float(other.item[part + e]);
-        turned[p].item[part + e] = from_float<T>(is_first ? turn_first(own, far, cos[e], sin[e])
-                                                          : turn_second(far, own, cos[e], sin[e]));
-      }
+    for (int e = 0; e < kSize; ++e) {
+      const float own = to_float(packs[p].item[e]), far = to_float(other.item[e]);
+      const float cos = angles.cos[p][e], sin = angles.sin[p][e];
+      turned[p].item[e] = from_float<T>(is_first ? turn_first(own, far, cos, sin)
+                                                 : turn_second(far, own, cos, sin));
     }
   }
 #pragma unroll
@@ -126,14 +147,16 @@ __device__ __forceinline__ void turn_neighbours(Pack<T> (&packs)[kPacks], int la
 }
 
 // Turns the head that the group holds, in place. Every lane of the warp takes part; where it is not
-// `is_live`, nothing changes and turn.cos_sin is not read.
+// `is_live`, nothing changes and turn.cos_sin is not read. `angles` are the lane's where
+// turn.holds() says so.
 template <typename T, int kPacks>
 __device__ __forceinline__ void turn_lanes(Pack<T> (&packs)[kPacks], int lane, int lanes,
-                                           bool is_live, const RopeTurn& turn, T* exchange) {
+                                           bool is_live, const RopeTurn& turn,
+                                           const Angles<T, kPacks>& angles, T* exchange) {
   if (!turn.is_neox) {
     if (is_live) turn_neighbours(packs, lane, lanes, turn);
   } else if (turn.is_packed) {
-    turn_halves_packed(packs, lane, lanes, is_live, turn);
+    turn_halves_packed(packs, lane, lanes, is_live, turn.rot_dim, angles);
   } else {
     turn_halves_any(packs, lane, lanes, is_live, turn, exchange);
   }

@@ -1,6 +1,7 @@
 // Op: _C::rotary_embedding on CUDA. A group of lanes turns one head; only the turning part is read.
 #include "core/registration.h"
 #include "cuda/lanes.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/rope/head_rope.cuh"
 #include "cuda/rows.cuh"
 
@@ -27,7 +28,10 @@ struct RopeArgs {
 };
 
 template <typename T, int kPacks>
-__global__ void __launch_bounds__(kGroupThreads) rope_kernel(const RopeArgs args) {
+__global__ void __launch_bounds__(kGroupThreads)
+    rope_kernel(const __grid_constant__ RopeArgs args) {
+  let_next_start();
+  await_inputs();
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
   const LaneGroup group(args.lanes);
   const uint32_t num_heads = args.query.num_heads + args.key.num_heads;
@@ -38,15 +42,18 @@ __global__ void __launch_bounds__(kGroupThreads) rope_kernel(const RopeArgs args
   T* row = static_cast<T*>(heads.data) + token * heads.token_stride + head * heads.head_stride;
   const int n = args.table.rot_dim;
   Pack<T> packs[kPacks] = {};
+  Angles<T, kPacks> angles;
   RopeTurn turn{.cos_sin = nullptr,
                 .rot_dim = n,
                 .is_neox = args.table.is_neox,
                 .is_packed = args.is_table_packed};
   if (is_live) {
     turn.cos_sin = args.table.row(args.positions[token]);
+    if (turn.holds()) angles.load(group.lane, args.lanes, turn);
     load_lanes(packs, row, n, args.is_packed, group);
   }
-  turn_lanes(packs, group.lane, args.lanes, is_live, turn, group.share<T>(exchange, kPacks));
+  turn_lanes(packs, group.lane, args.lanes, is_live, turn, angles,
+             group.share<T>(exchange, kPacks));
   if (is_live) store_lanes(packs, row, n, args.is_packed, group);
 }
 
@@ -102,8 +109,8 @@ void rotary_embedding_op(const Tensor& positions, const Tensor& query, const Ten
   dispatch_lanes(
       kOp, query.scalar_type(), rot_dim, [&]<typename T, int kPacks>(LanePacks<T, kPacks>) {
         args.lanes = lanes_of<T>(rot_dim);
-        rope_kernel<T, kPacks>
-            <<<group_blocks(kOp, num_groups, args.lanes), kGroupThreads, 0, scope.stream()>>>(args);
+        launch_overlapping(scope, rope_kernel<T, kPacks>, group_blocks(kOp, num_groups, args.lanes),
+                           kGroupThreads, args);
       });
   scope.check(kOp);
 }

@@ -77,6 +77,33 @@ def test_equals_separate_ops(
     torch.testing.assert_close(found[0], twin[0], rtol=0, atol=step)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_size", "rot_dim"), [(128, 128), (128, 32), (128, 0), (80, 32)])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("weights", ["none", "float"])
+def test_many_tokens_equal_separate_ops(
+    dtype: torch.dtype, head_size: int, rot_dim: int, is_neox: bool, weights: str
+) -> None:
+    """So many that a group of lanes serves several heads."""
+    num_tokens = 13001
+    qkv = draw(num_tokens, (HEADS + 2 * KV_HEADS) * head_size, dtype=dtype, seed=1)
+    q_norm, k_norm = (draw(head_size, dtype=torch.float32, seed=seed) for seed in (2, 3))
+    norms = (None, None) if weights == "none" else (q_norm, k_norm)
+    table = make_table(num_tokens, rot_dim) if rot_dim else None
+    positions = torch.arange(num_tokens).cuda()
+    block_units = 2 * BLOCK * KV_HEADS * head_size * dtype.itemsize // 256 + 2
+    slots = make_slots(num_tokens, BLOCK, block_units)
+    sizes = (BLOCK, KV_HEADS, head_size, dtype, (num_tokens // BLOCK + 2) * block_units)
+    separate, separate_caches, caches = qkv.clone(), make_caches(*sizes), make_caches(*sizes)
+    run_separate_ops(separate, positions, slots, *separate_caches[1:], norms, table, is_neox)
+    fused_qkv.qkv_norm_rope_cache(
+        qkv, positions, slots, *caches[1:], *norms, 1e-6, table,
+        HEADS, KV_HEADS, head_size, rot_dim, is_neox,
+    )  # fmt: skip
+    assert torch.equal(qkv, separate)
+    assert torch.equal(caches[0], separate_caches[0])
+
+
 def call(qkv: Tensor, positions: Tensor, slots: Tensor, caches: list[Tensor]) -> None:
     weight = torch.ones(128, dtype=qkv.dtype, device="cuda")
     fused_qkv.qkv_norm_rope_cache(
