@@ -8,7 +8,8 @@ steps: a prompt in one piece, in chunks and token by token leave the same state.
 Rows are batched as in attention: row b has the tokens cu_query_lens[b] … cu_query_lens[b + 1] - 1.
 A state is a view [units, ...] of the cache with stride(0) = 256 bytes; row b's lies at unit
 state_offsets[b]. It is read unless num_computed[b] is 0, where it counts as zero whatever its bytes
-are, and overwritten with the state after the row's last token. A row without tokens keeps it.
+are, and overwritten with the state after the row's last token. A row without tokens keeps it. A GPU
+takes recurrent states in float32, bfloat16 or float16, a CPU in float32; all compute in float32.
 
 Ops named `_step` exist on a GPU only. They are what a layer does in a decode step in one launch,
 and take seq_lens, int32 [B], tokens after the step, where the others take num_computed. A row has
@@ -253,7 +254,7 @@ def mamba2_scan(
         C_TGN: like `B_TGN`.
         D_H: float32 [H] or None.
         dt_bias_H: float32 [H] or None.
-        state: float32 [units, H, P, N], each unit contiguous.
+        state: [units, H, P, N], each unit contiguous.
         state_offsets: int32 [B], the unit of each row's state.
         cu_query_lens: int32 [B + 1].
         num_computed: int32 [B], tokens before this step.

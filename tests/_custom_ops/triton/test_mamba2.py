@@ -92,3 +92,30 @@ def test_step_equals_the_twin(
     assert_close(found[0][0], found[1][0], TOLERANCE[dtype])
     assert_close(found[0][1], found[1][1], 1e-5)
     assert not found[0][0][2].any()
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_states_of_16_bits(device: str, name: str, kept: torch.dtype) -> None:
+    """Rounded once a step, after the arithmetic: as close to the twin as one step of theirs."""
+    from vllm._custom_ops.triton import mamba2 as ops
+
+    heads, size, _, state = SHAPES["even"]
+    x, dt, b, c = make_inputs(sum(ROWS[name][0]), SHAPES["even"], torch.float32, device)
+    a_log, skip, bias = (
+        random_rows(heads, dtype=torch.float32, seed=s).to(device) for s in (2, 3, 4)
+    )
+    limits = (0.001, 100.0)
+    found = []
+    for module in (ops, naive):
+        rows = make_state_rows((heads, size, state), kept, *ROWS[name], device)
+        out = poisoned(x.shape, x.dtype).to(device)
+        if name == "decode":
+            module.mamba2_step(out, x, dt, a_log, b, c, skip, bias, rows.view, *rows.after, *limits)
+        else:
+            module.mamba2_scan(
+                out, x, dt, -a_log.exp(), b, c, skip, bias, rows.view, *rows.before, *limits
+            )
+        found.append((out, rows.memory))
+    assert_close(found[0][0], found[1][0], 1e-4)
+    assert_close(found[0][1], found[1][1], torch.finfo(kept).eps)

@@ -1,7 +1,7 @@
 """State ops in plain PyTorch: the twins of `_custom_ops/state_space.py`.
 
 Read by tests and by anyone who wants to know what the ops mean. Never called by the engine. Every
-recurrence is written token by token, in float32.
+recurrence is written token by token, in float32, whatever the states are kept in.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def gated_delta_rule(
         )
     share = v_THV.shape[1] // q_THK.shape[1]
     q_THK, k_THK = (x.repeat_interleave(share, 1) for x in (q_THK * scale, k_THK))
-    for begin, end, state_HKV in _rows(state, state_offsets, cu_query_lens, num_computed):
+    for begin, end, state_HKV in _float_rows(state, state_offsets, cu_query_lens, num_computed):
         for t in range(begin, end):
             state_HKV.mul_(g_TH[t].exp()[:, None, None])
             predicted_HV = torch.einsum("hkv,hk->hv", state_HKV, k_THK[t])
@@ -161,7 +161,7 @@ def mamba2_scan(
     share = x_THP.shape[1] // B_TGN.shape[1]
     x_THP = x_THP.float()
     B_THN, C_THN = (x.float().repeat_interleave(share, 1) for x in (B_TGN, C_TGN))
-    for begin, end, state_HPN in _rows(state, state_offsets, cu_query_lens, num_computed):
+    for begin, end, state_HPN in _float_rows(state, state_offsets, cu_query_lens, num_computed):
         for t in range(begin, end):
             state_HPN.mul_((dt_TH[t] * A_H).exp()[:, None, None])
             scaled_HP = dt_TH[t][:, None] * x_THP[t]
@@ -257,3 +257,13 @@ def _rows(
         if num_computed[row] == 0:
             own.zero_()
         yield bounds[row], bounds[row + 1], own
+
+
+def _float_rows(
+    state: Tensor, state_offsets: Tensor, cu_query_lens: Tensor, num_computed: Tensor
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield rows as `_rows` does, with states in float32; they are rounded back after the row."""
+    for begin, end, own in _rows(state, state_offsets, cu_query_lens, num_computed):
+        wide = own.float()
+        yield begin, end, wide
+        own.copy_(wide)

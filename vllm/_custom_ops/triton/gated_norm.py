@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 
 _TILE = 1024  # numbers of a program, in whole groups
 
@@ -33,14 +34,18 @@ def _gated_norm_kernel(
     GATE_FIRST: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Norm GROUPS groups of SIZE channels; they are numbered token by token."""
+    let_next_start(OVERLAPS)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     token = (group // groups_per_token).to(tl.int64)[:, None]
     of_token = (group % groups_per_token)[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
     mask = (group < num_groups)[:, None] & (channel < SIZE)
     column = of_token * SIZE + channel
+    scale = tl.load(weight + of_token * WEIGHT_STRIDE + channel, mask=mask, other=0.0)
+    await_inputs(OVERLAPS)
     value = tl.load(x + token * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(gate + token * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     factor = factor / (1.0 + tl.exp(-factor))
@@ -48,7 +53,6 @@ def _gated_norm_kernel(
         value *= factor
     mean = tl.sum(value * value, axis=1) / SIZE
     value = (value * tl.rsqrt(mean + epsilon)[:, None]).to(out.dtype.element_ty).to(tl.float32)
-    scale = tl.load(weight + of_token * WEIGHT_STRIDE + channel, mask=mask, other=0.0)
     result = (value * scale.to(tl.float32)).to(out.dtype.element_ty)
     if not GATE_FIRST:
         result = (result.to(tl.float32) * factor).to(out.dtype.element_ty)
@@ -72,6 +76,7 @@ def gated_rms_norm(
     groups = max(1, _TILE // block)
     groups_per_token = num_channels // group_size
     num_groups = num_tokens * groups_per_token
+    is_overlapped = overlaps(x_TC.device)
     _gated_norm_kernel[(triton.cdiv(num_groups, groups),)](
         out_TC,
         x_TC,
@@ -88,6 +93,8 @@ def gated_rms_norm(
         GATE_FIRST=gate_first,
         GROUPS=groups,
         BLOCK=block,
+        OVERLAPS=is_overlapped,
+        launch_pdl=is_overlapped,
         num_warps=4 if block <= 2048 else 8,
     )
 

@@ -5,8 +5,9 @@ token are walked: the state is read and written once, and memory is the limit. L
 through the chunks of `mamba2_chunks.py`.
 
 Everything is in float32 but the operands of matrix products in chunks, which have the dtype of the
-inputs: against the naive twin 1e-4 for float32, 2e-2 for bfloat16. How a prompt is cut into steps
-may change the last bits of its state.
+inputs: against the naive twin 1e-4 for float32, 2e-2 for bfloat16. A state may be kept in fewer
+bits: it is rounded once a step. How a prompt is cut into steps may change the last bits of its
+state.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.mamba2_chunks import Scan, compute_dt, run_mamba_chunks
+from vllm._custom_ops.triton.overlap import (
+    LINE_BYTES,
+    await_inputs,
+    let_next_start,
+    overlaps,
+    prefetch_lines,
+)
 from vllm._custom_ops.triton.state_rows import is_single_step, load_row
 
 _STEP_TILE = 64 * 128  # numbers of a state that a program of the walk holds
 FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
+FETCHED_BYTES = 32 << 20  # states that L2 holds beside what the kernel before uses
 
 
 @fast_launch
@@ -59,13 +68,23 @@ def _mamba_step_kernel(
     IS_AFTER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LINES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Walk over a row's tokens with BLOCK_P rows of one head's state in registers.
 
-    `a` is A, or its A_log for the step op (IS_AFTER).
+    `a` is A, or its A_log for the step op (IS_AFTER). While the kernel before runs, the state is
+    fetched in LINES lines; should the offset be of another step, nothing is lost but the time.
     """
+    let_next_start(OVERLAPS)
     head = tl.program_id(1)
     row = tl.program_id(2)
+    if LINES:
+        unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
+        lines = state + unit * unit_stride + head * (SIZE * STATE)
+        lines += tl.program_id(0) * (BLOCK_P * STATE)
+        prefetch_lines(lines + tl.arange(0, LINES) * (BLOCK_P * STATE // LINES), OVERLAPS)
+    await_inputs(OVERLAPS)
     begin, end, computed = load_row(row, cu_query_lens, lens, IS_AFTER)
     if begin >= end:
         return
@@ -82,7 +101,7 @@ def _mamba_step_kernel(
     own = state + unit * unit_stride + head * (SIZE * STATE)
     own = own + at[:, None] * STATE + numbers[None, :]
     in_state = is_at[:, None] & is_number[None, :]
-    state_PN = tl.load(own, mask=in_state & (computed > 0), other=0.0)
+    state_PN = tl.load(own, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
     rate = tl.load(a + head)
     if IS_AFTER:
         rate = -tl.exp(rate)
@@ -104,7 +123,7 @@ def _mamba_step_kernel(
         if HAS_SKIP:
             read += tl.load(skip + head) * value
         tl.store(out + token * out_stride, read.to(out.dtype.element_ty), mask=is_at)
-    tl.store(own, state_PN, mask=in_state)
+    tl.store(own, state_PN.to(state.dtype.element_ty), mask=in_state)
 
 
 def _run_steps(scan: Scan, *, is_after: bool) -> None:
@@ -113,12 +132,25 @@ def _run_steps(scan: Scan, *, is_after: bool) -> None:
     num_rows, num_heads = scan.state_offsets.shape[0], scan.x.shape[1]
     tile = _STEP_TILE if num_rows * num_heads > FEW_HEADS else _STEP_TILE // 4
     block_p = min(triton.next_power_of_2(head_size), max(1, tile // block_n))
+    is_overlapped = overlaps(scan.x.device)
     _mamba_step_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
         scan.out, scan.x, scan.dt, scan.a, scan.b, scan.c, scan.skip, scan.dt_bias, scan.state,
         scan.state_offsets, scan.cu_query_lens, scan.lens, scan.dt_min, scan.dt_max,
         *scan.strides(), IS_AFTER=is_after, BLOCK_P=block_p, BLOCK_N=block_n,
+        LINES=_count_lines(scan, block_p) if is_overlapped else 0,
+        OVERLAPS=is_overlapped, launch_pdl=is_overlapped,
         num_warps=8 if block_p * block_n >= _STEP_TILE else 4, **scan.sizes(),
     )  # fmt: skip
+
+
+def _count_lines(scan: Scan, block_p: int) -> int:
+    """Return in how many lines a program fetches its tile of a state; 0 if it does not."""
+    num_rows, (num_heads, head_size, state_size) = scan.lens.shape[0], scan.state.shape[1:]
+    itemsize = scan.state.element_size()
+    num_bytes = num_rows * num_heads * head_size * state_size * itemsize
+    if head_size % block_p or num_bytes > FETCHED_BYTES:
+        return 0
+    return triton.next_power_of_2(triton.cdiv(block_p * state_size * itemsize, LINE_BYTES))
 
 
 def mamba2_scan(
