@@ -284,11 +284,37 @@ def build_mlp(
     return shape.build(layer, context)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a part of a layer gives to the residual stream, still to be added.
+
+    Attributes:
+        x_TE: [T, E]; overwritten by what adds it.
+        norm: the norm that it has to pass before, or None.
+    """
+
+    x_TE: Tensor
+    norm: RMSNorm | None
+
+    def finish(self) -> Tensor:
+        """Return what is to be added."""
+        return self.x_TE if self.norm is None else self.norm.apply_in_place(self.x_TE)
+
+
+def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Tensor:
+    """Add `delta` to the residual stream in place and return the normed sum, [T, E]."""
+    if delta is None:
+        return norm(residual_TE)
+    if delta.norm is None:
+        return norm.add_and_norm(delta.x_TE, residual_TE)
+    return norm.norm_add_and_norm(delta.norm, delta.x_TE, residual_TE)
+
+
 class DecoderBlock(nn.Module):
     """One decoder layer around the residual stream.
 
     A block takes the residual stream and the part of it that is still to be added (`delta`), so
-    that adding and norming are one pass over memory, and returns both.
+    that adding and the norms around it are one pass over memory, and returns both.
     """
 
     attention: Mixer | None
@@ -325,32 +351,27 @@ class DecoderBlock(nn.Module):
 
     def forward(
         self,
-        delta_TE: Tensor | None,
+        delta: Delta | None,
         residual_TE: Tensor,
         batch: ForwardBatch,
         attention: AttentionState,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Delta | None, Tensor]:
         """Run the layer; `delta` and `residual` are overwritten.
 
         Returns:
             The layer's last contribution, still to be added, and the residual stream without it.
         """
         if self.attention is not None and self.input_norm is not None:
-            x_TE = _add_and_norm(self.input_norm, delta_TE, residual_TE)
+            x_TE = add_and_norm(self.input_norm, delta, residual_TE)
             x_TE = self.attention(x_TE, batch, attention)
-            delta_TE = self._finish_part(x_TE, self.post_attention_norm)
+            delta = self._make_delta(x_TE, self.post_attention_norm)
         if self.mlp is not None and self.mlp_norm is not None:
-            x_TE = self.mlp(_add_and_norm(self.mlp_norm, delta_TE, residual_TE))
-            delta_TE = self._finish_part(x_TE, self.post_mlp_norm)
-        return delta_TE, residual_TE
+            x_TE = self.mlp(add_and_norm(self.mlp_norm, delta, residual_TE))
+            delta = self._make_delta(x_TE, self.post_mlp_norm)
+        return delta, residual_TE
 
-    def _finish_part(self, x_TE: Tensor, post_norm: RMSNorm | None) -> Tensor:
-        if post_norm is not None:
-            x_TE = post_norm.apply_in_place(x_TE)
-        return x_TE if self.residual_scale == 1.0 else x_TE * self.residual_scale
-
-
-def _add_and_norm(norm: RMSNorm, delta_TE: Tensor | None, residual_TE: Tensor) -> Tensor:
-    if delta_TE is None:
-        return norm(residual_TE)
-    return norm.add_and_norm(delta_TE, residual_TE)
+    def _make_delta(self, x_TE: Tensor, post_norm: RMSNorm | None) -> Delta:
+        delta = Delta(x_TE=x_TE, norm=post_norm)
+        if self.residual_scale == 1.0:
+            return delta
+        return Delta(x_TE=delta.finish() * self.residual_scale, norm=None)

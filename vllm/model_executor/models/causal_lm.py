@@ -24,7 +24,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.weight_place import PackedModule
-from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, RopeSet
+from vllm.model_executor.models.blocks import (
+    BlockContext,
+    DecoderBlock,
+    Delta,
+    RopeSet,
+    add_and_norm,
+)
 from vllm.model_executor.models.fused_run import Stage, make_stages
 from vllm.model_executor.models.shapes import ModelShape
 from vllm.model_executor.models.weight_map import LoadReport, WeightRow, expand_rows, load_weights
@@ -140,12 +146,10 @@ class CausalLM(nn.Module, ABC):
         """See TextModel."""
         self._ropes.reserve(batch.max_seq_len)
         residual_TE = self.embed_tokens(batch.input_ids)
-        delta_TE: Tensor | None = None
+        delta: Delta | None = None
         for stage in self.plan_stages():
-            delta_TE, residual_TE = stage(delta_TE, residual_TE, batch, attention)
-        if delta_TE is None:
-            return self.norm(residual_TE)
-        return self.norm.add_and_norm(delta_TE, residual_TE)
+            delta, residual_TE = stage(delta, residual_TE, batch, attention)
+        return add_and_norm(self.norm, delta, residual_TE)
 
     def plan_stages(self) -> tuple[Stage, ...]:
         """Return what a step runs in turn; made anew when a layer is bound to another kernel."""

@@ -16,7 +16,7 @@ from vllm.batch import AttentionState, ForwardBatch, LayerCache
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models.blocks import AttentionBlock, DecoderBlock, MlpBlock
+from vllm.model_executor.models.blocks import AttentionBlock, DecoderBlock, Delta, MlpBlock
 
 FUSED_KERNEL = "cpu"
 
@@ -51,14 +51,14 @@ class FusedRun:
 
     def __call__(
         self,
-        delta_TE: Tensor | None,
+        delta: Delta | None,
         residual_TE: Tensor,
         batch: ForwardBatch,
         attention: AttentionState,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Delta | None, Tensor]:
         """Run the layers; see DecoderBlock.forward. Nothing is left to be added."""
-        if delta_TE is not None:
-            residual_TE += delta_TE
+        if delta is not None:
+            residual_TE += delta.finish()
         key_caches, value_caches, groups = self._bind(attention.caches)
         decoder_layers(
             residual_TE,
