@@ -4,7 +4,7 @@ Run by hand (`python -m benchmarks.kernels.attention`), about a minute with the 
 `benchmarks/results/attention_gpu.json`. Decode reads a cold arena of several layers, scattered
 blocks of 16 tokens, inside a CUDA graph; its share is bytes of visible K and V over the copy
 bandwidth measured in the same run. A prompt's share is its floating point operations over those of
-a large product. `--sweep` times other tiles too and prints the best.
+a large product. `--sweep decode` and `--sweep prompts` time other tiles instead.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ GEMMA = Heads(name="8 heads, 4 KV, 256, window 1024", num_heads=8, num_kv_heads=
 LATENT = Heads(name="16 heads, latent 576", num_heads=16, num_kv_heads=1, head_size=576,
                has_one_field=True)  # fmt: skip
 WIDE = Heads(name="16 heads, 2 KV, 256", num_heads=16, num_kv_heads=2, head_size=256)
+WHOLE = Heads(name="8 heads, 4 KV, 256", num_heads=8, num_kv_heads=4, head_size=256)
+EXPANDED = Heads(name="16 heads, 192", num_heads=16, num_kv_heads=16, head_size=192)
 NEMOTRON = Heads(name="32 heads, 8 KV, 128", num_heads=32, num_kv_heads=8, head_size=128)
 DECODE = [(heads, b, s) for heads in (QWEN, GEMMA, LATENT) for b in (1, 8, 64)
           for s in (768, 4096, 16384)]  # fmt: skip
@@ -75,8 +77,15 @@ SWEPT = [(QWEN, 1, 640), (QWEN, 8, 640), (QWEN, 16, 640), (QWEN, 64, 640), (QWEN
          (LATENT, 1, 640), (LATENT, 64, 640), (LATENT, 32, 8320)]  # fmt: skip
 DECODE_SIZES = ((16, 4, 3), (32, 4, 3), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3),
                 (128, 8, 3), (32, 8, 3), (32, 4, 5))  # fmt: skip
-PREFILL_SIZES = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-                 (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2))  # fmt: skip
+PREFILL_SIZES = ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
+                 (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3),
+                 (64, 64, 4, 2))  # fmt: skip
+PROMPTS = ((QWEN, 16, 0, 4096), (QWEN, 4, 2048, 2048), (QWEN, 1, 0, 1024), (QWEN, 32, 0, 200),
+           (QWEN, 16, 0, 512), (GEMMA, 1, 8192, 8192), (WHOLE, 1, 8192, 8192), (WIDE, 1, 0, 8192),
+           (EXPANDED, 1, 0, 8192))  # fmt: skip
+SWEPT_PROMPTS = ((QWEN, 16, 0, 512), (QWEN, 1, 0, 8192), (QWEN, 4, 2048, 2048),
+                 (GEMMA, 1, 0, 8192), (GEMMA, 1, 8192, 8192), (WHOLE, 1, 8192, 8192),
+                 (WIDE, 1, 0, 8192), (WIDE, 16, 0, 512), (EXPANDED, 1, 0, 8192))  # fmt: skip
 
 
 def make_decode_args(heads: Heads, num_rows: int, seq_len: int) -> list[AttentionArgs]:
@@ -144,16 +153,17 @@ def measure_decode(
     }
 
 
-def make_prompt_args(num_rows: int, computed: int, new: int) -> AttentionArgs:
+def make_prompt_args(heads: Heads, num_rows: int, computed: int, new: int) -> AttentionArgs:
     """Return arguments of prompts with `computed` cached and `new` new tokens each."""
-    [decode] = make_decode_args(QWEN, num_rows, max(computed, BLOCK_TOKENS))[:1]
-    tokens, width = num_rows * new, QWEN.num_heads + 2 * QWEN.num_kv_heads
-    qkv = torch.randn(tokens, width, QWEN.head_size, device="cuda", dtype=torch.bfloat16)
-    query, key, value = qkv.split((QWEN.num_heads, QWEN.num_kv_heads, QWEN.num_kv_heads), dim=1)
+    [decode] = make_decode_args(heads, num_rows, max(computed, BLOCK_TOKENS))[:1]
+    parts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    tokens = num_rows * new
+    qkv = torch.randn(tokens, sum(parts), heads.head_size, device="cuda", dtype=torch.bfloat16)
+    query, key, value = qkv.split(parts, dim=1)
     lens = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda") * new
     args = replace(
         decode,
-        out=torch.empty(tokens, QWEN.num_heads, QWEN.head_size, device="cuda", dtype=qkv.dtype),
+        out=torch.empty(query.shape, device="cuda", dtype=qkv.dtype),
         query=query,
         cu_query_lens=lens,
         seq_lens=torch.full_like(decode.seq_lens, computed + new),
@@ -185,20 +195,31 @@ def measure_product_flops() -> float:
     return 2 * 8192**3 / (time_calls_us(lambda: a @ b) * 1e-6)
 
 
+def count_prompt_flops(heads: Heads, num_rows: int, computed: int, new: int) -> int:
+    """Return the operations of the pairs of tokens that see each other."""
+    window = heads.window or computed + new
+    pairs = sum(min(position + 1, window) for position in range(computed, computed + new))
+    return 4 * num_rows * pairs * heads.num_heads * heads.head_size
+
+
 def measure_prompts(
-    num_rows: int, computed: int, new: int, flops_rate: float, tile: Tile | None = None
+    heads: Heads,
+    num_rows: int,
+    computed: int,
+    new: int,
+    flops_rate: float,
+    tile: Tile | None = None,
 ) -> dict[str, object]:
     """Time prompts by our kernel and, where they are whole, by torch's."""
-    args = make_prompt_args(num_rows, computed, new)
-    pairs = num_rows * (new * computed + new * (new + 1) // 2)
-    flops = 4 * pairs * QWEN.num_heads * QWEN.head_size
+    args = make_prompt_args(heads, num_rows, computed, new)
+    flops = count_prompt_flops(heads, num_rows, computed, new)
     ours_us = time_calls_us(partial(prefill_attention, args, 0, num_rows, new, 1, tile))
     line: dict[str, object] = {
         "us": round(ours_us, 1),
         "tflop_per_s": round(flops / ours_us * 1e-6, 1),
         "share_of_product": round(flops / (ours_us * 1e-6) / flops_rate, 3),
     }
-    if computed == 0 and tile is None:
+    if computed == 0 and tile is None and not heads.window:
         assert args.fresh_key is not None and args.fresh_value is not None
         torch_us = time_calls_us(
             partial(attend_equal_prompts, args.out, args.query, args.fresh_key, args.fresh_value,
@@ -248,15 +269,11 @@ def run_side_by_side(calls: list[Callable[[], object]]) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(copy_rate: float, flops_rate: float) -> None:
+def sweep_decode(copy_rate: float) -> None:
     """Time other tiles and numbers of splits; a line for each goes to stderr."""
     small = {heads: make_decode_args(heads, 2, 64)[0] for heads, _, _ in SWEPT}
-    prompts = [make_prompt_args(1, computed, 256) for computed in (0, 256)]
     run_side_by_side([
-        *(partial(decode_attention, small[h], 2, 64, t) for h in small
-          for t in list_decode_tiles(h)),
-        *(partial(prefill_attention, p, 0, 1, 256, 1, t) for p in prompts
-          for t in list_prefill_tiles()),
+        partial(decode_attention, small[h], 2, 64, t) for h in small for t in list_decode_tiles(h)
     ])  # fmt: skip
     for heads, num_rows, seq_len in SWEPT:
         layers = make_decode_args(heads, num_rows, seq_len)
@@ -266,11 +283,21 @@ def sweep(copy_rate: float, flops_rate: float) -> None:
                     f"{heads.name} b{num_rows} {seq_len} {tile} {splits}",
                     partial(measure_decode, heads, layers, seq_len, copy_rate, tile, splits),
                 )
-    for computed, new in ((0, 4096), (2048, 2048)):
+
+
+def sweep_prompts(flops_rate: float) -> None:
+    """Time other tiles of prompts; a line for each goes to stderr."""
+    kinds = {(heads, min(computed, 256)) for heads, _, computed, _ in SWEPT_PROMPTS}
+    small = [make_prompt_args(heads, 1, computed, 256) for heads, computed in kinds]
+    run_side_by_side([
+        partial(prefill_attention, args, 0, 1, 256, 1, t) for args in small
+        for t in list_prefill_tiles()
+    ])  # fmt: skip
+    for heads, num_rows, computed, new in SWEPT_PROMPTS:
         for tile in list_prefill_tiles():
             try_line(
-                f"prompts 4 x {computed}+{new} {tile}",
-                partial(measure_prompts, 4, computed, new, flops_rate, tile),
+                f"{heads.name} prompts {num_rows} x {computed}+{new} {tile}",
+                partial(measure_prompts, heads, num_rows, computed, new, flops_rate, tile),
             )
 
 
@@ -286,10 +313,16 @@ def try_line(name: str, measure: Callable[[], dict[str, object]]) -> None:
 def main() -> None:
     """Print a JSON line for each case and write all of them to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", choices=("decode", "prompts"))
     parser.add_argument("--output-json", type=Path, default=RESULTS)
     options = parser.parse_args()
     copy_rate, flops_rate = measure_copy_bytes_per_s(), measure_product_flops()
+    if options.sweep == "decode":
+        sweep_decode(copy_rate)
+        return
+    if options.sweep == "prompts":
+        sweep_prompts(flops_rate)
+        return
     lines: list[dict[str, object]] = [
         {
             "device": torch.cuda.get_device_name(),
@@ -308,14 +341,12 @@ def main() -> None:
         lines.append(line)
         print(json.dumps(line), flush=True)
         del layers
-    for num_rows, computed, new in ((16, 0, 4096), (4, 2048, 2048), (1, 0, 1024), (32, 0, 200)):
-        line = {"prompts": num_rows, "computed": computed, "new": new}
-        line |= measure_prompts(num_rows, computed, new, flops_rate)
+    for heads, num_rows, computed, new in PROMPTS:
+        line = {"prompts": num_rows, "heads": heads.name, "computed": computed, "new": new}
+        line |= measure_prompts(heads, num_rows, computed, new, flops_rate)
         lines.append(line)
         print(json.dumps(line), flush=True)
     options.output_json.write_text(json.dumps(lines, indent=1) + "\n")
-    if options.sweep:
-        sweep(copy_rate, flops_rate)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests.utils.ops import poisoned, random_rows
 from tests.utils.paged import cumulative, make_paged_cache
 from vllm._custom_ops.naive import attention as naive
 from vllm._custom_ops.triton import attention as ops
-from vllm._custom_ops.triton import attention_decode
+from vllm._custom_ops.triton import attention_decode, attention_prefill
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_shape import (
     Splits,
@@ -227,10 +227,10 @@ def attend(arguments: dict[str, Any], num_decode_rows: int, max_seq_len: int) ->
         seq_lens=arguments["seq_lens"],
         scale=arguments["scale"],
         window=arguments.get("window", 0),
-        soft_cap=0.0,
-        sinks=None,
-        sink_tokens=0,
-        chunk_tokens=0,
+        soft_cap=arguments.get("soft_cap", 0.0),
+        sinks=arguments["sinks"],
+        sink_tokens=arguments.get("sink_tokens", 0),
+        chunk_tokens=arguments.get("chunk_tokens", 0),
         fresh_key=arguments["fresh_key_THD"],
         fresh_value=arguments["fresh_value_THD"],
     )
@@ -261,6 +261,23 @@ def test_prompts_need_no_cache(device: str) -> None:
     arguments = move(problem.arguments(), device)
     arguments |= {"key_cache": None, "value_cache": None, "block_offsets_BN": None}
     assert torch.equal(attend(arguments, 0, 4096).cpu(), expected)
+
+
+@pytest.mark.parametrize("mask", ["full", "window", "all"])
+def test_whole_tiles_are_copied_by_the_device(
+    device: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_prefill, "can_copy_tiles", lambda device: True)
+    monkeypatch.setattr(attention_prefill, "_MIN_TILED_TOKENS", 1)
+    problem = Problem(
+        rows=((0, 150), (0, 200)), heads=4, kv_heads=2, head_size=64, dtype=torch.bfloat16
+    )
+    arguments = problem.arguments(**MASKS[mask])
+    expected = arguments["out_THD"].clone()
+    naive.paged_attention(**(arguments | {"out_THD": expected}))
+    moved = move(arguments, device)
+    moved |= {"key_cache": None, "value_cache": None, "block_offsets_BN": None}
+    torch.testing.assert_close(attend(moved, 0, 4096).cpu(), expected, rtol=1.6e-2, atol=1.6e-2)
 
 
 def test_prompt_attention_equals_twin(device: str) -> None:

@@ -23,6 +23,8 @@ class AttentionArgs:
 
     Attributes:
         key_cache: None where no row has anything in the cache.
+        cu_key_lens: int32 [B + 1] where the new rows of K and V are more than those of the queries:
+            the last ones up to each row's end. None where they are the same.
     """
 
     out: Tensor
@@ -40,6 +42,7 @@ class AttentionArgs:
     chunk_tokens: int
     fresh_key: Tensor | None
     fresh_value: Tensor | None
+    cu_key_lens: Tensor | None = None
 
     def check(self) -> None:
         """Raise ShapeError for arguments that a kernel would misread."""

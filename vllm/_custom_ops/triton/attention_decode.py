@@ -242,7 +242,7 @@ def _decode_kernel(
             products = tl.dot(query_tail, tl.trans(key_tail), products, input_precision=PRECISION)
         logits = scale_logits(products, scale, soft_cap, HAS_SOFT_CAP)
         logits = tl.where(is_seen[None, :], logits, float("-inf"))
-        weights, factor, biggest, total = step_softmax(logits, biggest, total)
+        weights, factor, biggest, total = step_softmax(logits, 1.0, biggest, total)
         if HAS_ONE_FIELD:
             value_main = key_main
         else:

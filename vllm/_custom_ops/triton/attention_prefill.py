@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
-from vllm._custom_ops.triton.attention_shape import Tile, fit_prefill_tile, split_head
+from vllm._custom_ops.triton.attention_shape import (
+    Tile,
+    can_copy_tiles,
+    fit_prefill_tile,
+    split_head,
+)
 from vllm._custom_ops.triton.attention_tile import (
     count_tiles,
     first_visible,
@@ -21,9 +27,11 @@ from vllm._custom_ops.triton.attention_tile import (
     scale_logits,
     step_softmax,
     store_head,
-    tile_positions,
 )
 from vllm._custom_ops.triton.launch import fast_launch
+
+_MIN_TILED_TOKENS = 256
+"""Of the longest prompt: below, host time counts, and hardly a tile is seen whole."""
 
 
 @triton.jit
@@ -35,13 +43,16 @@ def _attend_tile(
     query_main,
     query_tail,
     query_position,
-    position,
+    begin,
     first,
     last,
     key_head,
     value_head,
     fresh_key_head,
     fresh_value_head,
+    key_tiles,
+    value_tiles,
+    kv_head,
     table,
     num_cached,
     first_fresh,
@@ -53,65 +64,84 @@ def _attend_tile(
     unit_stride,
     token_stride,
     fresh_token_stride,
+    fresh_head_stride,
+    BLOCK_N: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
+    HAS_TILES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_ONE_FIELD: tl.constexpr,
     IS_CAUSAL_ONLY: tl.constexpr,
     IS_MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Let a tile of queries see one tile of keys; `tail` is unused where TAIL is 0."""
-    is_read = position <= last
-    if not IS_CAUSAL_ONLY:
-        is_read &= (position >= first) | (position < sink_tokens)
-    if not IS_MASKED:
-        is_read = position >= 0
-    cached_place, fresh_place = locate_rows(
-        table, position, is_read, num_cached, first_fresh,
-        unit_stride, token_stride, fresh_token_stride, BLOCK_TOKENS, HAS_CACHE,
-    )  # fmt: skip
-    is_cached = position < num_cached
-    key_rows = point_rows(
-        key_head, fresh_key_head, cached_place, fresh_place, is_cached, HAS_CACHE, HAS_FRESH
-    )
-    key_main = load_part(key_rows, is_read, 0, MAIN, HEAD_SIZE)
+    """Let a tile of queries see the keys from `begin` on; `tail` is unused where TAIL is 0."""
+    BY_TILE: tl.constexpr = HAS_TILES and not IS_MASKED
+    if BY_TILE:
+        place = [first_fresh + begin - num_cached, kv_head * fresh_head_stride]
+        key_main = key_tiles.load(place)
+    else:
+        position = begin + tl.arange(0, BLOCK_N)
+        is_read = position <= last
+        if not IS_CAUSAL_ONLY:
+            is_read &= (position >= first) | (position < sink_tokens)
+        if not IS_MASKED:
+            is_read = position >= 0
+        cached_place, fresh_place = locate_rows(
+            table, position, is_read, num_cached, first_fresh,
+            unit_stride, token_stride, fresh_token_stride, BLOCK_TOKENS, HAS_CACHE,
+        )  # fmt: skip
+        is_cached = position < num_cached
+        key_rows = point_rows(
+            key_head, fresh_key_head, cached_place, fresh_place, is_cached, HAS_CACHE, HAS_FRESH
+        )
+        key_main = load_part(key_rows, is_read, 0, MAIN, HEAD_SIZE, IS_MASKED)
     products = tl.dot(query_main, tl.trans(key_main), input_precision=PRECISION)
     if TAIL:
-        key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE)
+        key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
         products = tl.dot(query_tail, tl.trans(key_tail), products, input_precision=PRECISION)
-    logits = scale_logits(products, scale, soft_cap, HAS_SOFT_CAP)
+    if HAS_SOFT_CAP:
+        products = scale_logits(products, scale, soft_cap, True)
     if IS_MASKED:
         is_seen = position[None, :] <= query_position[:, None]
         if not IS_CAUSAL_ONLY:
             from_here = first_visible(query_position, window, chunk_tokens)
             is_near = position[None, :] >= from_here[:, None]
             is_seen &= is_near | (position < sink_tokens)[None, :]
-        logits = tl.where(is_seen, logits, float("-inf"))
-    weights, factor, biggest, total = step_softmax(logits, biggest, total)
+        products = tl.where(is_seen, products, float("-inf"))
+    unit = 1.0 if HAS_SOFT_CAP else scale * 1.4426950408889634
+    weights, factor, biggest, total = step_softmax(products, unit, biggest, total)
     if HAS_ONE_FIELD:
         value_main = key_main
+    elif BY_TILE:
+        value_main = value_tiles.load(place)
     else:
         value_rows = point_rows(
             value_head, fresh_value_head, cached_place, fresh_place, is_cached, HAS_CACHE, HAS_FRESH
         )
-        value_main = load_part(value_rows, is_read, 0, MAIN, HEAD_SIZE)
+        value_main = load_part(value_rows, is_read, 0, MAIN, HEAD_SIZE, IS_MASKED)
     weights = weights.to(value_main.dtype)
     main = tl.dot(weights, value_main, main * factor[:, None], input_precision=PRECISION)
     if TAIL:
         if HAS_ONE_FIELD:
             value_tail = key_tail
         else:
-            value_tail = load_part(value_rows, is_read, MAIN, TAIL, HEAD_SIZE)
+            value_tail = load_part(value_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
         tail = tl.dot(weights, value_tail, tail * factor[:, None], input_precision=PRECISION)
     return biggest, total, main, tail
 
 
-@fast_launch
+@triton.jit
+def _masked_tile(tile, num_before, whole_end, num_sink_tiles, first_tile):
+    """Return the index of the i-th tile that is not seen whole: sinks, left edge, right edge."""
+    left = tl.where(tile < num_sink_tiles, tile, tile - num_sink_tiles + first_tile)
+    return tl.where(tile < num_before, left, tile - num_before + whole_end)
+
+
 @triton.jit(
     do_not_specialize=[
         "window",
@@ -133,6 +163,9 @@ def _prefill_kernel(
     cu_query_lens,
     seq_lens,
     sinks,
+    cu_key_lens,
+    key_tiles,
+    value_tiles,
     scale,
     soft_cap,
     window,
@@ -159,6 +192,7 @@ def _prefill_kernel(
     BLOCK_TOKENS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
+    HAS_TILES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_ONE_FIELD: tl.constexpr,
@@ -195,9 +229,16 @@ def _prefill_kernel(
         biggest = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks + head) * 1.4426950408889634
         total += 1.0
 
-    last = tl.minimum(num_computed + start + BLOCK_M, seq_len) - 1
-    first = first_visible(num_computed + start, window, chunk_tokens)
-    num_sink_tiles, first_tile, num_tiles = count_tiles(first, last, sink_tokens, BLOCK_N)
+    position = num_computed + start
+    last = tl.minimum(position + BLOCK_M, seq_len) - 1
+    first = first_visible(position, window, chunk_tokens)
+    num_sink_tiles, first_tile, _ = count_tiles(first, last, sink_tokens, BLOCK_N)
+    # Tiles whole_begin … whole_end - 1 are seen by every query from end to end: no mask.
+    all_see = first_visible(last, window, chunk_tokens)
+    whole_end = (position + 1) // BLOCK_N
+    whole_begin = tl.minimum(tl.cdiv(all_see, BLOCK_N), whole_end)
+    whole_begin = tl.maximum(whole_begin, first_tile)
+    whole_end = tl.maximum(whole_begin, whole_end)
     kv_head = head // GROUP
     key_head = key_cache + kv_head * head_stride
     value_head = value_cache + kv_head * head_stride
@@ -205,32 +246,36 @@ def _prefill_kernel(
     fresh_value_head = fresh_value + kv_head * fresh_head_stride
     table = block_offsets + row.to(tl.int64) * table_stride
     num_cached = num_computed if HAS_FRESH else seq_len
-    num_whole_tiles = 0
-    if IS_CAUSAL_ONLY:  # every query sees every key of these
-        num_whole_tiles = (num_computed + start + 1) // BLOCK_N
-        for tile in tl.range(0, num_whole_tiles, num_stages=NUM_STAGES):
-            biggest, total, main, tail = _attend_tile(
-                biggest, total, main, tail, query_main, query_tail, query_position,
-                tile_positions(tile, 0, 0, BLOCK_N), first, last,
-                key_head, value_head, fresh_key_head, fresh_value_head, table, num_cached, token,
-                scale, soft_cap, window, sink_tokens, chunk_tokens,
-                unit_stride, token_stride, fresh_token_stride,
-                HEAD_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH, HAS_SOFT_CAP,
-                HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
-            )  # fmt: skip
-    for tile in tl.range(num_whole_tiles, num_tiles, num_stages=NUM_STAGES):
+    first_fresh = tl.load(cu_key_lens + row + 1) - query_len
+    for tile in tl.range(whole_begin, whole_end, num_stages=NUM_STAGES):
         biggest, total, main, tail = _attend_tile(
             biggest, total, main, tail, query_main, query_tail, query_position,
-            tile_positions(tile, num_sink_tiles, first_tile, BLOCK_N), first, last,
-            key_head, value_head, fresh_key_head, fresh_value_head, table, num_cached, token,
+            tile * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
+            key_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
             scale, soft_cap, window, sink_tokens, chunk_tokens,
-            unit_stride, token_stride, fresh_token_stride,
-            HEAD_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH, HAS_SOFT_CAP,
-            HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
+            unit_stride, token_stride, fresh_token_stride, fresh_head_stride,
+            BLOCK_N, HEAD_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH, HAS_TILES,
+            HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
+        )  # fmt: skip
+    num_before = num_sink_tiles + whole_begin - first_tile
+    num_masked = num_before + last // BLOCK_N + 1 - whole_end
+    for tile in tl.range(0, num_masked, num_stages=NUM_STAGES):
+        index = _masked_tile(tile, num_before, whole_end, num_sink_tiles, first_tile)
+        biggest, total, main, tail = _attend_tile(
+            biggest, total, main, tail, query_main, query_tail, query_position,
+            index * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
+            key_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
+            scale, soft_cap, window, sink_tokens, chunk_tokens,
+            unit_stride, token_stride, fresh_token_stride, fresh_head_stride,
+            BLOCK_N, HEAD_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH, HAS_TILES,
+            HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
         )  # fmt: skip
 
     out_rows = out + query_token * out_token_stride + head * out_head_stride
     store_head(out_rows, main, tail, total, is_query, MAIN, TAIL, HEAD_SIZE)
+
+
+_fast_kernel = fast_launch(_prefill_kernel)
 
 
 def prefill_attention(
@@ -257,8 +302,12 @@ def prefill_attention(
     pointers, strides = args.launch_arguments()
     window, sink_tokens, chunk_tokens = args.mask()
     grid = (num_heads, -(-max_query_len // tile.block_m), num_rows)
-    _prefill_kernel[grid](
+    tiles = _describe_tiles(args, tile.block_n) if max_query_len >= _MIN_TILED_TOKENS else None
+    kernel = _fast_kernel if tiles is None else _prefill_kernel  # Triton alone reads descriptions
+    kernel[grid](
         *pointers,
+        args.cu_query_lens if args.cu_key_lens is None else args.cu_key_lens,
+        *(tiles or (args.query, args.query)),
         args.scale,
         args.soft_cap,
         window,
@@ -276,6 +325,7 @@ def prefill_attention(
         BLOCK_TOKENS=args.block_tokens,
         HAS_CACHE=args.key_cache is not None,
         HAS_FRESH=args.fresh_key is not None,
+        HAS_TILES=tiles is not None,
         HAS_SOFT_CAP=args.soft_cap > 0,
         HAS_SINKS=args.sinks is not None,
         HAS_ONE_FIELD=args.has_one_field,
@@ -284,3 +334,31 @@ def prefill_attention(
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
+
+
+def _describe_tiles(args: AttentionArgs, block_n: int) -> tuple[TensorDescriptor, ...] | None:
+    """Return what the copy engine of an sm_90 needs to know of new K and V, None elsewhere.
+
+    Whole tiles of rows that lie behind each other are then loaded without a pointer in a register.
+    """
+    head_size = args.query.shape[2]
+    key, value = args.fresh_key, args.fresh_value
+    if (
+        args.key_cache is not None
+        or key is None
+        or value is None
+        or not can_copy_tiles(args.query.device)
+        or split_head(head_size) != (head_size, 0)
+        or args.query.element_size() != 2
+        or key.stride() != value.stride()
+    ):
+        return None
+    tiles = []
+    for row_SHD in (key, value):
+        token_stride, head_stride, _ = row_SHD.stride()
+        if row_SHD.data_ptr() % 16 or token_stride % 8:
+            return None
+        width = (row_SHD.shape[1] - 1) * head_stride + head_size
+        shape, strides = [row_SHD.shape[0], width], [token_stride, 1]
+        tiles.append(TensorDescriptor(row_SHD, shape, strides, [block_n, head_size]))
+    return tuple(tiles)

@@ -148,5 +148,11 @@ def count_processors(device: torch.device) -> int:
 
 
 @functools.cache
+def can_copy_tiles(device: torch.device) -> bool:
+    """Return whether a device copies whole tiles by itself, and the kernels are told of them."""
+    return _is_hopper(device)
+
+
+@functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

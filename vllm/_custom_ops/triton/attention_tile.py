@@ -92,12 +92,25 @@ def point_rows(
 
 
 @triton.jit
-def load_part(rows, is_row, START: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """Load elements START … START + PART - 1 of rows, [rows, PART]; what is masked is 0."""
+def load_part(
+    rows,
+    is_row,
+    START: tl.constexpr,
+    PART: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    IS_MASKED: tl.constexpr = True,
+):
+    """Load elements START … START + PART - 1 of rows, [rows, PART]; what is masked is 0.
+
+    Without IS_MASKED all rows are loaded.
+    """
     element = START + tl.arange(0, PART)
     pointers = rows[:, None] + element[None, :]
     if START + PART <= HEAD_SIZE:
-        return tl.load(pointers, mask=is_row[:, None], other=0.0)
+        if IS_MASKED:
+            return tl.load(pointers, mask=is_row[:, None], other=0.0)
+        else:
+            return tl.load(pointers)
     return tl.load(pointers, mask=is_row[:, None] & (element < HEAD_SIZE)[None, :], other=0.0)
 
 
@@ -159,19 +172,21 @@ def scale_logits(products, scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def step_softmax(logits, biggest, total):
+def step_softmax(logits, unit, biggest, total):
     """Take one tile of logits into an online softmax (Milakov and Gimelshein, 2018).
 
     Args:
-        logits: [M, N] in units of log2; -inf is unseen.
-        biggest: [M] greatest logit so far, -inf before the first.
+        logits: [M, N]; -inf is unseen.
+        unit: what a logit is multiplied by to count in log2, positive; folded into one operation
+            with the difference from the greatest.
+        biggest: [M] greatest logit so far in units of log2, -inf before the first.
         total: [M] sum of weights so far.
 
     Returns:
         (weights [M, N], factor [M] of what was summed before, biggest, total).
     """
-    grown = tl.maximum(biggest, tl.max(logits, 1))
+    grown = tl.maximum(biggest, tl.max(logits, 1) * unit)
     base = tl.where(grown == float("-inf"), 0.0, grown)
-    weights = tl.exp2(logits - base[:, None])
+    weights = tl.exp2(logits * unit - base[:, None])
     factor = tl.exp2(biggest - base)
     return weights, factor, grown, total * factor + tl.sum(weights, 1)
