@@ -27,6 +27,52 @@ def topk_softmax(weights: Tensor, indices: Tensor, gating: Tensor, renormalize: 
     C.topk_softmax(weights, indices, gating, renormalize)
 
 
+def choose_experts(
+    weights: Tensor,
+    indices: Tensor,
+    logits: Tensor,
+    correction: Tensor | None,
+    num_groups: int,
+    num_chosen_groups: int,
+    is_sigmoid: bool,
+    renormalize: bool,
+    epsilon: float,
+    scale: float,
+) -> None:
+    """Choose the k best experts of each token's best groups; CUDA tensors only.
+
+    Scores are float32: sigmoids, or the softmax. A group counts as much as its best expert, with
+    sigmoids as its two best together.
+
+    Args:
+        weights: float32 [T, k], scores of the chosen ones times `scale`.
+        indices: int32 [T, k], best first; equal ones in order of their number.
+        logits: float32, bfloat16 or float16 [T, E]; the last dimension is contiguous.
+        correction: float32 [E] or None; joins the choice but not the weights.
+        num_groups: groups of neighbouring experts of the same size; at most 32.
+        num_chosen_groups: how many of them a token may use.
+        is_sigmoid: whether an expert is scored by itself.
+        renormalize: whether the k scores are divided by their sum plus `epsilon`.
+        epsilon: see `renormalize`.
+        scale: factor of the weights.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.choose_experts(
+        weights,
+        indices,
+        logits,
+        correction,
+        num_groups,
+        num_chosen_groups,
+        is_sigmoid,
+        renormalize,
+        epsilon,
+        scale,
+    )
+
+
 def fused_experts(
     out: Tensor,
     x: Tensor,

@@ -26,6 +26,36 @@ def topk_softmax(weights: Tensor, indices: Tensor, gating: Tensor, renormalize: 
     indices.copy_(order.indices[:, :k])
 
 
+def choose_experts(
+    weights: Tensor,
+    indices: Tensor,
+    logits: Tensor,
+    correction: Tensor | None,
+    num_groups: int,
+    num_chosen_groups: int,
+    is_sigmoid: bool,
+    renormalize: bool,
+    epsilon: float,
+    scale: float,
+) -> None:
+    """Score, rank, leave the worse groups out, take the k best; ties go to the lower number."""
+    scores = logits.float()
+    scores = torch.sigmoid(scores) if is_sigmoid else torch.softmax(scores, -1)
+    ranks = scores if correction is None else scores + correction
+    groups = ranks.unflatten(-1, (num_groups, -1))
+    best = groups.topk(min(2 if is_sigmoid else 1, groups.shape[-1]), dim=-1).values.sum(-1)
+    order = torch.sort(best, dim=-1, descending=True, stable=True).indices
+    is_open = torch.zeros_like(best, dtype=torch.bool)
+    is_open.scatter_(1, order[:, :num_chosen_groups], True)
+    ranks = groups.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
+    chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, : weights.shape[1]]
+    found = scores.gather(1, chosen)
+    if renormalize:
+        found = found / (found.sum(-1, keepdim=True) + epsilon)
+    weights.copy_(found * scale)
+    indices.copy_(chosen)
+
+
 def fused_experts(
     out: Tensor,
     x: Tensor,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vllm._custom_ops import moe as moe_ops
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -67,7 +68,10 @@ class SigmoidRouter(nn.Module):
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32 [T, k], and experts, int32 [T, k]."""
         sizes = self._sizes
-        logits_TN = self.linear(x_TE).float()
+        logits_TN = self.linear(x_TE)
+        if logits_TN.is_cuda:
+            return self._choose(logits_TN)
+        logits_TN = logits_TN.float()
         # torch.sigmoid rounds an element by its place in memory; exp and division do not.
         scores_TN = 1.0 / (1.0 + torch.exp(-logits_TN))
         ids_TK = self._rank(scores_TN).topk(sizes.num_chosen, dim=-1).indices
@@ -78,6 +82,28 @@ class SigmoidRouter(nn.Module):
                 total_T1 += weights_TK[:, choice : choice + 1]
             weights_TK = weights_TK / (total_T1 + sizes.epsilon)
         return weights_TK * sizes.scale, ids_TK.int()
+
+    def _choose(self, logits_TN: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose as `forward` does, in one launch."""
+        sizes = self._sizes
+        weights_TK = logits_TN.new_empty(logits_TN.shape[0], sizes.num_chosen, dtype=torch.float32)
+        ids_TK = torch.empty_like(weights_TK, dtype=torch.int32)
+        correction_N = None
+        if self.correction is not None and sizes.correction is not None:
+            correction_N = self.correction.vector(sizes.correction)
+        moe_ops.choose_experts(
+            weights_TK,
+            ids_TK,
+            logits_TN,
+            correction_N,
+            sizes.num_groups,
+            sizes.num_chosen_groups,
+            True,
+            sizes.renormalize,
+            sizes.epsilon,
+            sizes.scale,
+        )
+        return weights_TK, ids_TK
 
     def _rank(self, scores_TN: Tensor) -> Tensor:
         """Return what the choice goes by: corrected scores, -inf outside of the best groups."""

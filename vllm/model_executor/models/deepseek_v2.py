@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm._custom_ops import moe as moe_ops
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.float_router import FloatRouter
@@ -206,6 +207,8 @@ def choose_in_groups(logits_TN: Tensor, shape: GroupedMoeShape) -> tuple[Tensor,
 
     The groups are ranked by their best expert.
     """
+    if logits_TN.is_cuda:
+        return _choose_by_op(logits_TN, shape)
     scores_TN = logits_TN.softmax(dim=-1)
     if shape.num_groups > 1:
         scores_TGN = scores_TN.unflatten(-1, (shape.num_groups, -1))
@@ -215,3 +218,21 @@ def choose_in_groups(logits_TN: Tensor, shape: GroupedMoeShape) -> tuple[Tensor,
         scores_TN = scores_TGN.masked_fill(~is_open_TG[:, :, None], 0.0).flatten(1)
     chosen = scores_TN.topk(shape.num_chosen, dim=-1)
     return chosen.values * shape.weight_scale, chosen.indices.to(torch.int32)
+
+
+def _choose_by_op(logits_TN: Tensor, shape: GroupedMoeShape) -> tuple[Tensor, Tensor]:
+    weights_TK = logits_TN.new_empty(logits_TN.shape[0], shape.num_chosen, dtype=torch.float32)
+    ids_TK = torch.empty_like(weights_TK, dtype=torch.int32)
+    moe_ops.choose_experts(
+        weights_TK,
+        ids_TK,
+        logits_TN,
+        None,
+        shape.num_groups,
+        shape.num_chosen_groups,
+        False,
+        False,
+        0.0,
+        shape.weight_scale,
+    )
+    return weights_TK, ids_TK
