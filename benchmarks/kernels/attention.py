@@ -77,9 +77,10 @@ SWEPT = [(QWEN, 1, 640), (QWEN, 8, 640), (QWEN, 16, 640), (QWEN, 64, 640), (QWEN
          (LATENT, 1, 640), (LATENT, 64, 640), (LATENT, 32, 8320)]  # fmt: skip
 DECODE_SIZES = ((16, 4, 3), (32, 4, 3), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3),
                 (128, 8, 3), (32, 8, 3), (32, 4, 5))  # fmt: skip
-PREFILL_SIZES = ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-                 (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3),
-                 (64, 64, 4, 2))  # fmt: skip
+PREFILL_SIZES = {
+    128: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3), (64, 64, 4, 2)),
+}
 PROMPTS = ((QWEN, 16, 0, 4096), (QWEN, 4, 2048, 2048), (QWEN, 1, 0, 1024), (QWEN, 32, 0, 200),
            (QWEN, 16, 0, 512), (GEMMA, 1, 8192, 8192), (WHOLE, 1, 8192, 8192), (WIDE, 1, 0, 8192),
            (EXPANDED, 1, 0, 8192))  # fmt: skip
@@ -248,9 +249,9 @@ def list_splits(heads: Heads, num_rows: int) -> Iterator[Splits | None]:
         yield Splits(launched=count, even=count)
 
 
-def list_prefill_tiles() -> Iterator[Tile]:
+def list_prefill_tiles(heads: Heads) -> Iterator[Tile]:
     """Yield tiles that are worth a try."""
-    for block_m, block_n, num_warps, num_stages in PREFILL_SIZES:
+    for block_m, block_n, num_warps, num_stages in PREFILL_SIZES[128 << (heads.head_size > 128)]:
         yield Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -288,13 +289,12 @@ def sweep_decode(copy_rate: float) -> None:
 def sweep_prompts(flops_rate: float) -> None:
     """Time other tiles of prompts; a line for each goes to stderr."""
     kinds = {(heads, min(computed, 256)) for heads, _, computed, _ in SWEPT_PROMPTS}
-    small = [make_prompt_args(heads, 1, computed, 256) for heads, computed in kinds]
     run_side_by_side([
-        partial(prefill_attention, args, 0, 1, 256, 1, t) for args in small
-        for t in list_prefill_tiles()
+        partial(prefill_attention, make_prompt_args(heads, 1, computed, 256), 0, 1, 256, 1, t)
+        for heads, computed in kinds for t in list_prefill_tiles(heads)
     ])  # fmt: skip
     for heads, num_rows, computed, new in SWEPT_PROMPTS:
-        for tile in list_prefill_tiles():
+        for tile in list_prefill_tiles(heads):
             try_line(
                 f"{heads.name} prompts {num_rows} x {computed}+{new} {tile}",
                 partial(measure_prompts, heads, num_rows, computed, new, flops_rate, tile),
