@@ -19,7 +19,6 @@ from torch import Tensor
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
 from vllm._custom_ops.triton import (
     causal_conv,
-    delta_chunks,
     delta_rule,
     gated_norm,
     mamba2,
@@ -63,6 +62,7 @@ LOADS = (
     Load(num_rows=64, length=1),
     Load(num_rows=1, length=8192),
     Load(num_rows=4, length=8192),
+    Load(num_rows=16, length=512),
 )
 
 
@@ -213,7 +213,7 @@ def main() -> None:
     if args.few_heads is not None:
         delta_rule.FEW_HEADS = mamba2.FEW_HEADS = args.few_heads
     if args.many_programs is not None:
-        delta_chunks.MANY_PROGRAMS = mamba2_chunks.MANY_PROGRAMS = args.many_programs
+        mamba2_chunks.MANY_PROGRAMS = args.many_programs
     copy_rate, flop_rate = measure_copy_bytes_per_s(), measure_flops_per_s()
     machine = {"copy_tb_per_s": copy_rate / 1e12, "product_tflops": flop_rate / 1e12}
     print(json.dumps({name: round(rate, 2) for name, rate in machine.items()}), flush=True)

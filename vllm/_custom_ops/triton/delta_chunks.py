@@ -1,17 +1,29 @@
 """The gated delta rule over prompts: chunks in parallel, then states from chunk to chunk.
 
 Called by `delta_rule.py`. Within a chunk that begins with state S, with G the running sum of the
-log-decays, the changes U of all its tokens solve a unit lower triangular system,
-    (I + A) U = beta (V - exp(G) K S),   A[i, j] = beta[i] exp(G[i] - G[j]) k[i]·k[j]  (j < i),
-so with T = (I + A)^-1 they are U = T beta V - (T beta exp(G) K) S. The first kernel finds both
-factors, and the decayed and masked products of queries and keys, for every chunk at once; the
-second walks over the chunks of a row with a slice of the state in registers and writes the outputs.
+log-decays and keys of length one, the changes U of all its tokens solve a unit lower triangular
+system. Its matrix without decays has an inverse with entries of at most the learning rates,
+    T = (I + L)^-1,  L[i, j] = k[i]·k[j] beta[j]  (j < i),
+and the decays multiply it entry by entry: with D[i, j] = exp(G[i] - G[j]),
+    U = beta (T D) V - beta exp(G) (T K) S.
+The first kernel finds both factors, and the decayed products of queries and keys, for every chunk
+at once; the second walks over the chunks of a row with a slice of the state in registers and writes
+the outputs.
+
+Operands of products are rounded to the dtype of the inputs. What a token does to its own output is
+the largest part of it where states decay fast, and is kept out of that: the diagonal of T D is one,
+which no rounding changes, and the diagonal of queries and keys is applied in float32.
+
+The second kernel keeps the transposed state. Its registers and those of U' are then the left
+operands of all products as they are, so that a chunk waits for memory but not for other warps.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.3; the form for one chunk is that of
-arXiv 2406.06484. The inverse is by block elimination, see `_invert`.
+arXiv 2406.06484. The inverse is by substitution and block elimination, see `_invert`.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
@@ -23,27 +35,60 @@ from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row,
 from vllm._custom_ops.triton.tensor_cores import plain_products
 
 _L2_EPSILON = tl.constexpr(1e-6)
-MANY_PROGRAMS = 512  # where wider slices of the state still give every processor its share
+_SUB = tl.constexpr(16)  # tokens whose triangle is inverted by substitution
+_VALUE_BLOCK = 64  # columns of the state in a program, 16 for each of its four warps
+_STAGES = 1
+
+_plain_launch = partial(fast_launch, compiled_in=plain_products)
 
 
 @triton.jit
-def _invert(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _invert_diagonal(below, CHUNK: tl.constexpr):
+    """Return the inverses of the diagonal blocks of I + below, zero beside them.
+
+    Column by column, in float32: after step i row i is final and is taken out of all rows under it.
+    """
+    BLOCKS: tl.constexpr = CHUNK // _SUB
+    block = tl.arange(0, BLOCKS)
+    is_own = block[:, None, None, None] == block[None, None, :, None]
+    parts = tl.reshape(below, [BLOCKS, _SUB, BLOCKS, _SUB])
+    parts = tl.sum(tl.where(is_own, parts, 0.0), axis=2)
+    row = tl.arange(0, _SUB)[None, :, None]
+    column = tl.arange(0, _SUB)[None, None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(parts)
+    for i in range(_SUB - 1):
+        factor = tl.sum(tl.where(column == i, parts, 0.0), axis=2)
+        final = tl.sum(tl.where(row == i, inverse, 0.0), axis=1)
+        inverse -= factor[:, :, None] * final[:, None, :]
+    inverse = tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, _SUB, BLOCKS, _SUB])
+    return tl.reshape(tl.where(is_own, inverse, 0.0), [CHUNK, CHUNK])
+
+
+@triton.jit
+def _invert(
+    below,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Return the inverse of I + below, where `below` is strictly lower triangular.
 
     Diagonal blocks of twice the size are inverted from those of one size by
         [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]],
-    all blocks of a level in one product. Unlike powers of `below` this does not cancel when keys
-    resemble each other.
+    all blocks of a level in one product of operands of type INNER. Unlike powers of `below` this
+    does not cancel when keys resemble each other.
     """
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
-    for level in range(1, LEVELS):
+    inverse = _invert_diagonal(below, CHUNK)
+    for level in tl.static_range(4, LEVELS):
         is_corner = ((row >> (level + 1)) == (column >> (level + 1))) & (
             (row >> level) != (column >> level)
         )
-        corner = tl.dot(inverse, tl.where(is_corner, below, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(corner, inverse, input_precision=PRECISION)
+        corner, known = tl.where(is_corner, below, 0.0).to(INNER), inverse.to(INNER)
+        corner = tl.dot(known, corner, input_precision=PRECISION).to(INNER)
+        inverse -= tl.dot(corner, known, input_precision=PRECISION)
     return inverse
 
 
@@ -60,13 +105,14 @@ def _inverse_length(x):
     return tl.rsqrt(tl.sum(wide * wide, axis=1) + _L2_EPSILON)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@_plain_launch
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_places"])
 def _delta_chunk_kernel(
     by_state,
     by_value,
     attention,
     factors,
+    kept,
     q,
     k,
     v,
@@ -76,6 +122,7 @@ def _delta_chunk_kernel(
     scale,
     num_rows,
     num_tokens,
+    num_places,
     q_stride,
     q_head,
     k_stride,
@@ -91,16 +138,19 @@ def _delta_chunk_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
+    INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write for one chunk and head what does not need its state.
 
-    by_state [T, H, K]: T beta exp(G) K; by_value [T, H, V]: T beta V; attention [T, H, CHUNK]:
-    decayed products of queries and keys; factors [3, H, T]: G, and what queries and keys are
-    multiplied with when they meet the state.
+    by_state [T, H, K]: -beta exp(G) T K; by_value [places, H, V, CHUNK]: beta (T D) V, transposed;
+    attention [T, H, CHUNK]: decayed products of queries and earlier keys; factors [3, H, T]: what
+    queries and changes are multiplied with when they meet the state, and the products of queries
+    with their own keys; kept [H, places]: the decay of the whole chunk.
     """
+    place = tl.program_id(0)
     head = tl.program_id(1)
-    row, chunk = find_row(tl.program_id(0), cu_query_lens, num_rows, CHUNK)
+    row, chunk = find_row(place, cu_query_lens, num_rows, CHUNK)
     first = tl.load(cu_query_lens + row) + chunk * CHUNK
     end = tl.load(cu_query_lens + row + 1)
     if first >= end:
@@ -112,7 +162,8 @@ def _delta_chunk_kernel(
     is_key, is_value = keys < KEY, values < VALUE
     dtype = k.dtype.element_ty
 
-    decay = tl.cumsum(tl.load(g + tokens * HEADS + head, mask=is_token, other=0.0), axis=0)
+    step = tl.load(g + tokens * HEADS + head, mask=is_token, other=0.0)
+    decay, total = tl.cumsum(step, axis=0), tl.sum(step, axis=0)
     rate = tl.load(beta + tokens * HEADS + head, mask=is_token, other=0.0)
     key = load_tile(k + head // SHARE * k_head, tokens, keys, is_token, is_key, k_stride)
     query = load_tile(q + head // SHARE * q_head, tokens, keys, is_token, is_key, q_stride)
@@ -122,41 +173,50 @@ def _delta_chunk_kernel(
         key_factor = _inverse_length(key)
         query_factor = _inverse_length(query) * scale
 
-    is_seen = at[:, None] >= at[None, :]
-    weight = tl.exp(tl.where(is_seen, decay[:, None] - decay[None, :], float("-inf")))
-    weight *= key_factor[None, :]
-    products = tl.dot(key, tl.trans(key), input_precision=PRECISION) * weight
-    products *= (rate * key_factor)[:, None]
-    below = tl.where(at[:, None] > at[None, :], products, 0.0)
-    inverse = _invert(below, CHUNK, LEVELS, PRECISION)
-
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weight
-    scores = tl.where(is_seen, scores * query_factor[:, None], 0.0)
+    is_before = at[:, None] > at[None, :]
+    gaps = tl.where(at[:, None] >= at[None, :], decay[:, None] - decay[None, :], float("-inf"))
+    gaps = tl.exp(gaps)
+    below = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    scores *= gaps * key_factor[None, :] * query_factor[:, None]
+    own = tl.sum(tl.where(at[:, None] == at[None, :], scores, 0.0), axis=1)
+    scores = tl.where(is_before, scores, 0.0)
     attention += head * CHUNK
     _store_tile(attention, scores, tokens, at, is_token, at < CHUNK, HEADS * CHUNK)
 
     value = load_tile(v + head * v_head, tokens, values, is_token, is_value, v_stride)
-    made = tl.dot((inverse * rate[None, :]).to(dtype), value, input_precision=PRECISION)
-    _store_tile(by_value + head * VALUE, made, tokens, values, is_token, is_value, HEADS * VALUE)
-    inverse *= (rate * tl.exp(decay) * key_factor)[None, :]
-    made = tl.dot(inverse.to(dtype), key, input_precision=PRECISION)
+    below *= key_factor[:, None] * (rate * key_factor)[None, :]
+    inverse = _invert(tl.where(is_before, below, 0.0), CHUNK, LEVELS, INNER, PRECISION)
+
+    # With the keys as they are. Ratios of lengths keep the ones on the diagonal.
+    mixed = inverse * key_factor[None, :] * (1.0 / key_factor)[:, None]
+    made = tl.dot(mixed.to(dtype), key, input_precision=PRECISION)
+    made *= -(rate * tl.exp(decay) * key_factor)[:, None]
     _store_tile(by_state + head * KEY, made, tokens, keys, is_token, is_key, HEADS * KEY)
 
-    place = factors + head * num_tokens + tokens
-    step = HEADS * num_tokens
-    tl.store(place, decay, mask=is_token)
-    tl.store(place + step, query_factor * tl.exp(decay), mask=is_token)
-    tl.store(place + 2 * step, key_factor, mask=is_token)
+    mixed = tl.trans((inverse * gaps).to(dtype))
+    made = tl.dot(tl.trans(value), mixed, input_precision=PRECISION) * rate[None, :]
+    by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
+    by_value = by_value + values[:, None] * CHUNK + at[None, :]
+    tl.store(by_value, made.to(dtype), mask=is_value[:, None])
+
+    factors += head * num_tokens + tokens
+    part = HEADS * num_tokens
+    tl.store(factors, query_factor * tl.exp(decay), mask=is_token)
+    tl.store(factors + part, key_factor * tl.exp(total - decay), mask=is_token)
+    tl.store(factors + 2 * part, own, mask=is_token)
+    tl.store(kept + head * num_places + place, tl.exp(total))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"])
+@_plain_launch
+@triton.jit(do_not_specialize=["num_tokens", "num_places"])
 def _delta_pass_kernel(
     out,
     by_state,
     by_value,
     attention,
     factors,
+    kept,
     q,
     k,
     state,
@@ -164,6 +224,7 @@ def _delta_pass_kernel(
     cu_query_lens,
     num_computed,
     num_tokens,
+    num_places,
     out_stride,
     out_head,
     q_stride,
@@ -195,52 +256,46 @@ def _delta_pass_kernel(
 
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (KEY * VALUE)
-    own = own + keys[:, None] * VALUE + values[None, :]
-    in_state = is_key[:, None] & is_value[None, :]
-    state_KV = tl.load(own, mask=in_state & (computed > 0), other=0.0)
+    own = own + keys[None, :] * VALUE + values[:, None]
+    in_state = is_key[None, :] & is_value[:, None]
+    state_VK = tl.load(own, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
     q += head // SHARE * q_head
     k += head // SHARE * k_head
     factors += head * num_tokens
-    step = HEADS * num_tokens
+    part = HEADS * num_tokens
+    place = begin // CHUNK - tl.load(cu_query_lens) // CHUNK + row
+    kept += head * num_places + place
+    by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
+    by_value = by_value + values[:, None] * CHUNK + at[None, :]
     for first in range(begin, end, CHUNK):
         is_token = first + at < end
         tokens = (first + at).to(tl.int64)
         solved = load_tile(by_state + head * KEY, tokens, keys, is_token, is_key, HEADS * KEY)
-        change = load_tile(
-            by_value + head * VALUE, tokens, values, is_token, is_value, HEADS * VALUE
-        )
         query = load_tile(q, tokens, keys, is_token, is_key, q_stride)
         key = load_tile(k, tokens, keys, is_token, is_key, k_stride)
         scores = load_tile(
             attention + head * CHUNK, tokens, at, is_token, at < CHUNK, HEADS * CHUNK
         )
-        decay = tl.load(factors + tokens, mask=is_token, other=0.0)
-        query_factor = tl.load(factors + step + tokens, mask=is_token, other=0.0)
-        key_factor = tl.load(factors + 2 * step + tokens, mask=is_token, other=0.0)
-        total = tl.load(factors + tl.minimum(first + CHUNK, end) - 1)
+        change = tl.load(by_value, mask=is_value[:, None], other=0.0).to(tl.float32)
+        query_factor = tl.load(factors + tokens, mask=is_token, other=0.0)
+        change_factor = tl.load(factors + part + tokens, mask=is_token, other=0.0)
+        own_score = tl.load(factors + 2 * part + tokens, mask=is_token, other=0.0)
+        decay = tl.load(kept)
 
-        old = state_KV.to(dtype)
-        change = change.to(tl.float32) - tl.dot(solved, old, input_precision=PRECISION)
-        read = tl.dot(query, old, input_precision=PRECISION) * query_factor[:, None]
-        read += tl.dot(scores, change.to(dtype), input_precision=PRECISION)
-        _store_tile(out + head * out_head, read, tokens, values, is_token, is_value, out_stride)
-        key_factor *= tl.exp(tl.where(is_token, total - decay, 0.0))
-        change = (change * key_factor[:, None]).to(dtype)
-        state_KV *= tl.exp(total)
-        state_KV += tl.dot(tl.trans(key), change, input_precision=PRECISION)
-    tl.store(own, state_KV, mask=in_state)
-
-
-def _choose_value_block(most: int, q: Tensor, num_heads: int) -> int:
-    """Return how many columns of the state a program keeps; wide ones load keys less often."""
-    if q.dtype == torch.float32:
-        return 16
-    if most >= 64 and q.shape[2] <= 128 and num_heads * (most // 64) >= MANY_PROGRAMS:
-        return 64
-    return min(most, 32)
+        old = state_VK.to(dtype)
+        change = tl.dot(old, tl.trans(solved), change, input_precision=PRECISION)
+        written = (change * change_factor[None, :]).to(dtype)
+        state_VK = tl.dot(written, key, state_VK * decay, input_precision=PRECISION)
+        read = tl.dot(old, tl.trans(query), input_precision=PRECISION) * query_factor[None, :]
+        read += change * own_score[None, :]
+        read = tl.dot(change.to(dtype), tl.trans(scores), read, input_precision=PRECISION)
+        place_out = out + head * out_head + tokens[None, :] * out_stride + values[:, None]
+        tl.store(place_out, read.to(dtype), mask=is_token[None, :] & is_value[:, None])
+        by_value += HEADS * VALUE * CHUNK
+        kept += 1
+    tl.store(own, state_VK.to(state.dtype.element_ty), mask=in_state)
 
 
-@plain_products()
 def run_delta_chunks(
     out_THV: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -258,36 +313,41 @@ def run_delta_chunks(
         gates: logarithms of the decay and learning rates, float32 [T, H], contiguous.
         rows: offsets of the states, cu_query_lens, num_computed.
 
-    Cost: scratch of K + V + 64 numbers a token and head; six products of 64 x 64 x K a chunk.
+    Cost: scratch of K + V + 64 numbers a token and head, and of at most 64 V more a row and head;
+        six products of 64 x 64 x K a chunk.
     """
     q, k, v = qkv
-    state_offsets, cu_query_lens, num_computed = rows
+    state_offsets, cu_query_lens, _ = rows
     num_tokens, num_heads, value_size = v.shape
     num_rows, key_size = state_offsets.shape[0], q.shape[2]
     # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
-    chunk, levels, precision = (32, 5, "tf32x3") if q.dtype == torch.float32 else (64, 6, "tf32")
+    is_wide = q.dtype == torch.float32
+    chunk, levels, precision = (32, 5, "tf32x3") if is_wide else (64, 6, "tf32")
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (key_size, value_size))
     sizes = {
         "HEADS": num_heads, "KEY": key_size, "VALUE": value_size,
         "SHARE": num_heads // q.shape[1], "BLOCK_K": block_k, "CHUNK": chunk,
         "PRECISION": precision,
     }  # fmt: skip
+    num_places = count_places(num_tokens, num_rows, chunk)
     by_state = q.new_empty(num_tokens, num_heads, key_size)
-    by_value = q.new_empty(num_tokens, num_heads, value_size)
+    by_value = q.new_empty(num_places, num_heads, value_size, chunk)
     attention = q.new_empty(num_tokens, num_heads, chunk)
     factors = torch.empty(3, num_heads, num_tokens, dtype=torch.float32, device=q.device)
-    _delta_chunk_kernel[count_places(num_tokens, num_rows, chunk), num_heads](
-        by_state, by_value, attention, factors, q, k, v, *gates, cu_query_lens, scale, num_rows,
-        num_tokens, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        HAS_L2NORM=l2norm, BLOCK_V=block_v, LEVELS=levels, num_warps=4 if chunk == 64 else 8,
-        num_stages=1, **sizes,
+    kept = torch.empty(num_heads, num_places, dtype=torch.float32, device=q.device)
+    # Entries of the inverse for keys of length one are small, and float16 keeps more of them.
+    inner = tl.float16 if l2norm and not is_wide else tl.float32
+    made = (by_state, by_value, attention, factors, kept)
+    _delta_chunk_kernel[num_places, num_heads](
+        *made, q, k, v, *gates, cu_query_lens, scale, num_rows, num_tokens, num_places,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        HAS_L2NORM=l2norm, BLOCK_V=block_v, LEVELS=levels, INNER=inner, num_warps=4, num_stages=1,
+        **sizes,
     )  # fmt: skip
-    block_v = _choose_value_block(block_v, q, num_rows * num_heads)
+    block_v = min(block_v, _VALUE_BLOCK if block_k <= 128 else _VALUE_BLOCK // 2)
     _delta_pass_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
-        out_THV, by_state, by_value, attention, factors, q, k, state, state_offsets,
-        cu_query_lens, num_computed, num_tokens,
+        out_THV, *made, q, k, state, *rows, num_tokens, num_places,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],
-        state.stride(0), state_offsets.stride(0),
-        BLOCK_V=block_v, num_warps=8 if block_v == 64 else 4,
-        num_stages=1, **sizes,
+        state.stride(0), state_offsets.stride(0), BLOCK_V=block_v,
+        num_warps=4, num_stages=1 if is_wide else _STAGES, **sizes,
     )  # fmt: skip

@@ -20,12 +20,14 @@ from torch import Tensor
 from vllm._custom_ops.triton.delta_chunks import run_delta_chunks
 from vllm._custom_ops.triton.gated_norm import gated_rms_norm
 from vllm._custom_ops.triton.launch import fast_launch
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.state_rows import is_single_step, load_row, softplus
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _MAX_TILE = 128 * 128  # numbers of a state that the registers of one program hold
 FEW_HEADS = 256  # up to so many, whole heads fill the GPU once and a launch for the norm is saved
 _VALUE_BLOCK = 32
+_LARGE_WARPS = 8
 
 
 @triton.jit
@@ -112,12 +114,16 @@ def _delta_step_kernel(
     HAS_RAW_GATES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_AFTER: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Walk over a row's tokens with the state of one head, BLOCK_V of its columns, in registers."""
+    let_next_start(OVERLAPS)
+    await_inputs(OVERLAPS)
     head = tl.program_id(1)
     row = tl.program_id(2)
+    unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     begin, end, computed = load_row(row, cu_query_lens, lens, IS_AFTER)
     if begin >= end:
         return
@@ -130,11 +136,10 @@ def _delta_step_kernel(
             zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
             tl.store(out + (begin + step).to(tl.int64) * out_stride, zeros, mask=is_value)
         return
-    unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (KEY * VALUE)
     own = own + keys[:, None] * VALUE + values[None, :]
     in_state = is_key[:, None] & is_value[None, :]
-    state_KV = tl.load(own, mask=in_state & (computed > 0), other=0.0)
+    state_KV = tl.load(own, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
     num_steps = (
         1 if IS_AFTER else end - begin
     )  # a loop of one turn is none, and takes fewer registers
@@ -167,7 +172,7 @@ def _delta_step_kernel(
             factor = factor / (1.0 + tl.exp(-factor))
             result = (wide.to(tl.float32) * factor).to(out.dtype.element_ty)
         tl.store(out + token * out_stride, result, mask=is_value)
-    tl.store(own, state_KV, mask=in_state)
+    tl.store(own, state_KV.to(state.dtype.element_ty), mask=in_state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +213,7 @@ def _run_steps(
         else (raw.gate_THV, raw.a_log_H, raw.dt_bias_H, raw.weight_V, raw.epsilon)
     )
     is_large = block_k * block_v >= _MAX_TILE
+    is_overlapped = overlaps(q.device)
     _delta_step_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, q, k, v, *gates, gate, a_log, dt_bias, weight, state, state_offsets,
         cu_query_lens, lens, scale, epsilon,
@@ -221,10 +227,12 @@ def _run_steps(
         HAS_RAW_GATES=raw is not None,
         HAS_NORM=has_norm,
         IS_AFTER=raw is not None,
+        OVERLAPS=is_overlapped,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=8 if is_large else 4,
+        num_warps=_LARGE_WARPS if is_large else 4,
         maxnreg=128 if is_large else None,  # two programs a processor: one loads, one computes
+        launch_pdl=is_overlapped,
     )  # fmt: skip
     if raw is not None and not has_norm:
         # The rows' tokens come first; those of other rows may follow and are not to be touched.
