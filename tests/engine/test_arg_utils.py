@@ -41,7 +41,7 @@ FROZEN_FLAGS = """
 --typical-acceptance-sampler-posterior-threshold --typical-acceptance-sampler-posterior-alpha
 --disable-logprobs-during-spec-decoding --disable-log-stats --otlp-traces-endpoint
 --collect-detailed-traces --disable-log-requests --hybrid-mode --hybrid-config --hybrid-strict
---trace-level
+--mamba-ssm-cache-dtype --trace-level
 """
 SHORT = {"-q", "-tp", "-pp", "-spec-draft-tp", "-h", "--help"}
 

@@ -14,6 +14,7 @@ from vllm.config import EngineConfig, LoadConfig, ModelConfig
 from vllm.config.resolve import resolve_engine_config
 from vllm.engine.flags import ASYNC_FLAGS, ENGINE_FLAGS, Flag
 from vllm.hybrid.resolve import resolve_hybrid
+from vllm.hybrid.state_dtype import decide_state_dtype
 from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argument_parser import FlexibleArgumentParser, StoreBoolean
@@ -115,6 +116,7 @@ class EngineArgs:
     hybrid_mode: bool | None = None
     hybrid_config: str | None = None
     hybrid_strict: bool = False
+    mamba_ssm_cache_dtype: str = "auto"
     trace_level: str = "off"
 
     def __post_init__(self) -> None:
@@ -150,7 +152,10 @@ class EngineArgs:
             is_strict=self.hybrid_strict,
             trace_level=self.trace_level,
         )
-        return replace(config, hybrid=hybrid)
+        model = decide_state_dtype(
+            config.model_config, self.mamba_ssm_cache_dtype, config.device_config.device
+        )
+        return replace(config, model_config=model, hybrid=hybrid)
 
     def create_model_config(self) -> ModelConfig:
         """Resolve the fields that describe the model."""

@@ -157,6 +157,11 @@ _HYBRID = (
     Flag(field="hybrid_config", help="JSON file: block size, kernel, ratio of each layer type"),
     _switch("hybrid_strict", "a kernel that is not available is an error, not replaced"),
     Flag(
+        field="mamba_ssm_cache_dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="element type of recurrent states; auto is the config's, else float32",
+    ),
+    Flag(
         field="trace_level",
         choices=("off", "info", "debug"),
         help="log the cache's work: info a line a step, debug each allocation",

@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
     """Linear attention with a state of K x V for each value head.
 
     Attributes:
-        spec: the last inputs of the convolution, and the state in float32, once a sequence.
+        spec: the last inputs of the convolution, and the state, once a sequence.
         kernel_layer: None, the layer has no attention kernel.
     """
 
@@ -69,6 +69,7 @@ class GatedDeltaNet(nn.Module):
         *,
         epsilon: float,
         dtype: torch.dtype,
+        state_dtype: DType = DType.FLOAT32,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class GatedDeltaNet(nn.Module):
         self.spec = make_state_spec(
             layer,
             self.conv.cache_field(from_torch_dtype(dtype)),
-            state_field("state", shape, DType.FLOAT32),
+            state_field("state", shape, state_dtype),
         )
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:

@@ -57,8 +57,7 @@ class Mamba2Mixer(nn.Module):
     """A selective state space with a state of P x N for each head.
 
     Attributes:
-        spec: the last inputs of the convolution, and the state in float32 (whatever a checkpoint's
-            mamba_ssm_cache_dtype allows to save), once a sequence.
+        spec: the last inputs of the convolution, and the state, once a sequence.
         kernel_layer: None, the layer has no attention kernel.
     """
 
@@ -72,6 +71,7 @@ class Mamba2Mixer(nn.Module):
         *,
         epsilon: float,
         dtype: torch.dtype,
+        state_dtype: DType = DType.FLOAT32,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Mamba2Mixer(nn.Module):
         self.spec = make_state_spec(
             layer,
             self.conv.cache_field(from_torch_dtype(dtype)),
-            state_field("state", shape, DType.FLOAT32),
+            state_field("state", shape, state_dtype),
         )
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:

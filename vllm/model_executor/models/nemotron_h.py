@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm.errors import ConfigError
+from vllm.hybrid.state_dtype import read_state_dtype
 from vllm.model_executor.layers.activation import relu2
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -128,7 +129,8 @@ def _read_mamba(config: Mapping[str, Any]) -> Mamba2Shape:
             proj_bias=bool(config["use_bias"]),
             dt_min=float(config["time_step_min"]),
             dt_max=float("inf"),
-        )
+        ),
+        state_dtype=read_state_dtype(config),
     )
 
 

@@ -9,18 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.hybrid.state_dtype import read_state_dtype
 from vllm.model_executor.layers.linear_attention import DeltaNetSizes, GatedDeltaNet
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.short_conv import ShortConv
 from vllm.model_executor.layers.state import require_silu
 from vllm.model_executor.models.blocks import BlockContext
+from vllm.types import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetShape:
-    """A gated delta net."""
+    """A gated delta net, and what its states are kept in."""
 
     sizes: DeltaNetSizes
+    state_dtype: DType
 
     def build(self, layer: int, context: BlockContext) -> GatedDeltaNet:
         """See PartShape."""
@@ -30,15 +33,17 @@ class DeltaNetShape:
             self.sizes,
             epsilon=context.norm_epsilon,
             dtype=context.dtype,
+            state_dtype=self.state_dtype,
             tp=context.tp,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Shape:
-    """A Mamba-2 mixer."""
+    """A Mamba-2 mixer, and what its states are kept in."""
 
     sizes: Mamba2Sizes
+    state_dtype: DType
 
     def build(self, layer: int, context: BlockContext) -> Mamba2Mixer:
         """See PartShape."""
@@ -48,6 +53,7 @@ class Mamba2Shape:
             self.sizes,
             epsilon=context.norm_epsilon,
             dtype=context.dtype,
+            state_dtype=self.state_dtype,
             tp=context.tp,
         )
 
@@ -87,7 +93,8 @@ def read_delta_net(config: Mapping[str, Any], *, is_interleaved: bool) -> DeltaN
             value_size=config["linear_value_head_dim"],
             conv_taps=config["linear_conv_kernel_dim"],
             is_interleaved=is_interleaved,
-        )
+        ),
+        state_dtype=read_state_dtype(config),
     )
 
 
@@ -106,5 +113,6 @@ def read_mamba2(config: Mapping[str, Any]) -> Mamba2Shape:
             proj_bias=bool(config["mamba_proj_bias"]),
             dt_min=float(dt_min),
             dt_max=float(dt_max),
-        )
+        ),
+        state_dtype=read_state_dtype(config),
     )
