@@ -56,6 +56,20 @@ def sample(
     C.sample(out_ids, logits, temperature, top_p, top_k, min_p, seeds, offsets)
 
 
+def keep_possible(out_ids: Tensor, ids: Tensor, logits: Tensor) -> None:
+    """Write the id chosen for each row, -1 where its logit is -inf or NaN; CUDA tensors only.
+
+    Args:
+        out_ids: int64 [S].
+        ids: int64 [S], in [0, V).
+        logits: as in `argmax`.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.keep_possible(out_ids, ids, logits)
+
+
 def filter_logits(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
 ) -> None:

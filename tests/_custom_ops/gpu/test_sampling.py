@@ -10,6 +10,7 @@ from tests._custom_ops.gpu.graphs import capture
 from tests._custom_ops.gpu.tensors import NEEDS_GPU
 from tests.utils.ops import random_rows
 from vllm._custom_ops import sampling
+from vllm._custom_ops.naive import sampling as naive
 from vllm.errors import ShapeError
 
 pytestmark = NEEDS_GPU
@@ -58,6 +59,20 @@ def make_streams(rows: int) -> tuple[Tensor, Tensor]:
 
 def to_gpu(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [t.cuda() for t in tensors]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (300, 20_000)])
+def test_impossible_tokens_are_dropped(rows: int, vocab: int) -> None:
+    logits = make_logits(rows, vocab, 1.0, "plain").cuda()
+    ids = torch.arange(rows, device="cuda") % vocab
+    logits[0, 0] = -INF
+    logits[1::7] = float("nan")
+    logits[2::7] = INF
+    found, expected = torch.empty_like(ids), torch.empty_like(ids)
+    sampling.keep_possible(found, ids, logits)
+    naive.keep_possible(expected, ids, logits)
+    assert torch.equal(found, expected)
+    assert found[0] == -1
 
 
 @pytest.mark.parametrize(("rows", "vocab"), SHAPES)

@@ -108,6 +108,12 @@ def sample(
         out_ids[row] = torch.nonzero(cumulative > target).flatten()[0]
 
 
+def keep_possible(out_ids: Tensor, ids: Tensor, logits: Tensor) -> None:
+    """The ids, -1 where the logit is -inf or NaN."""
+    chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+    out_ids.copy_(torch.where(chosen > -math.inf, ids, -1))
+
+
 def filter_logits(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
 ) -> None:

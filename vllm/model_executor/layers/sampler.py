@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.sampling import apply_penalties, argmax, filter_logits, sample
+from vllm._custom_ops.sampling import (
+    apply_penalties,
+    argmax,
+    filter_logits,
+    keep_possible,
+    sample,
+)
 from vllm.model_executor.layers.draw_columns import DrawColumnCache, DrawColumns
 from vllm.model_executor.layers.logits_rules import apply_bitmasks, apply_processors, apply_rules
 from vllm.model_executor.layers.sampling_state import SamplingState
@@ -152,8 +158,7 @@ class Sampler:
         if columns.rows is not None:
             logits_SV = logits_SV[columns.rows]
         ids = _draw(logits_SV, columns)
-        chosen = logits_SV.gather(1, ids.unsqueeze(1)).squeeze(1)
-        found = [torch.where(chosen > _NEVER, ids, -1)]  # -1 where the logit is NaN, too
+        found = [_drop_impossible(logits_SV, ids)]
         if columns.wanted:
             found.extend(_launch_wanted(logits_SV, columns, ids))
         return PendingSamples(
@@ -225,6 +230,16 @@ def _draw(logits_SV: Tensor, columns: DrawColumns) -> Tensor:
         parameters = columns.parameters
         sample(ids, logits_SV, *parameters.filters, parameters.seeds, parameters.offsets)
     return ids
+
+
+def _drop_impossible(logits_SV: Tensor, ids: Tensor) -> Tensor:
+    """Return the ids, -1 where the logit is -inf or NaN; one launch on a GPU."""
+    if ids.is_cuda:
+        found = torch.empty_like(ids)
+        keep_possible(found, ids, logits_SV)
+        return found
+    chosen = logits_SV.gather(1, ids.unsqueeze(1)).squeeze(1)
+    return torch.where(chosen > _NEVER, ids, -1)
 
 
 def _launch_wanted(
