@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm._custom_ops import state_space as state_ops
 from vllm.batch import AttentionState, ForwardBatch
@@ -28,6 +28,7 @@ from vllm.model_executor.layers.state import (
     make_state_spec,
     state_field,
 )
+from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.types import DType
 from vllm.utils.tensors import from_torch_dtype
 
@@ -53,15 +54,17 @@ class Mamba2Sizes:
     dt_max: float
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(PackedModule):
     """A selective state space with a state of P x N for each head.
 
     Attributes:
         spec: the last inputs of the convolution, and the state, once a sequence.
         kernel_layer: None, the layer has no attention kernel.
+        decay_H: A of each head, float32; None until weights are packed.
     """
 
     kernel_layer: None = None
+    decay_H: Tensor | None
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class Mamba2Mixer(nn.Module):
         self.heads = FloatVectors(
             ("A_log", "D", "dt_bias"), split.num_heads, split.first_head, sizes.num_heads
         )
+        self.register_buffer("decay_H", None, persistent=False)
         self.norm = GatedRMSNorm(
             split.inner,
             tp.rank * split.inner,
@@ -111,6 +115,10 @@ class Mamba2Mixer(nn.Module):
             state_field("state", shape, state_dtype),
         )
 
+    def pack(self) -> None:
+        """Compute what steps would else compute again from the weights."""
+        self.decay_H = -self.heads.vector("A_log").exp()
+
     def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """Return the contribution to the residual stream, [T, E], and move the states on."""
         rows = StateRows.read(self._layer, batch, attention)
@@ -125,8 +133,9 @@ class Mamba2Mixer(nn.Module):
         a_log, skip, dt_bias = map(self.heads.vector, ("A_log", "D", "dt_bias"))
         limits = (sizes.dt_min, sizes.dt_max)
         if rows.others is not None:
+            decay_H = -a_log.exp() if self.decay_H is None else self.decay_H
             state_ops.mamba2_scan(
-                out, x, dt_TH, -a_log.exp(), b, c, skip, dt_bias, state, *rows.others, *limits
+                out, x, dt_TH, decay_H, b, c, skip, dt_bias, state, *rows.others, *limits
             )
         if rows.single is not None:
             state_ops.mamba2_step(
