@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vllm import EngineArgs
 from vllm.engine.core import EngineCore
 from vllm.executor import make_executor
 from vllm.sequence import SequenceRequest
-from vllm.step import RowSampling
+from vllm.step import RowSampling, TokenLogprobs
 
 GREEDY = RowSampling(temperature=0.0, num_logprobs=4)
+WITH_PROMPTS = RowSampling(temperature=0.0, num_logprobs=8, num_prompt_logprobs=8)
+PROMPT_LENS = (1, 17, 40, 90)
 
 
 @dataclass(slots=True)
@@ -27,10 +30,12 @@ class Answer:
     Attributes:
         token_ids: what was generated.
         logprobs: for each token, id -> logprob of the chosen and the most likely ones.
+        prompt_logprobs: the same for each token of the prompt but the first, where asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
 @contextmanager
@@ -66,6 +71,12 @@ def run_engine(model: Path, device: str, *, steps: int = 2, **flags: Any) -> Ite
         engine.shutdown()
 
 
+def make_prompts() -> list[list[int]]:
+    """Return prompts below, at and above the sizes of blocks, windows and steps."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+
+
 def generate(
     engine: EngineCore,
     prompts: Sequence[Sequence[int]],
@@ -88,9 +99,20 @@ def generate(
             assert result.error is None
             answer = found[int(result.request_id)]
             answer.token_ids += result.token_ids
-            for entry in result.logprobs or ():
-                answer.logprobs.append(dict(zip(entry.token_ids, entry.logprobs, strict=True)))
+            answer.logprobs += map(_read, result.logprobs or ())
+            answer.prompt_logprobs += map(_read, result.prompt_logprobs or ())
     return [found[i] for i in range(len(prompts))]
+
+
+def _read(entry: TokenLogprobs) -> dict[int, float]:
+    return dict(zip(entry.token_ids, entry.logprobs, strict=True))
+
+
+def find_gap(ours: Mapping[int, float], reference: Mapping[int, float]) -> float:
+    """Return the largest difference of logprobs of the ids that both name."""
+    shared = ours.keys() & reference.keys()
+    assert shared, "the most likely tokens have nothing in common"
+    return max(abs(ours[i] - reference[i]) for i in shared)
 
 
 def compare(ours: Answer, reference: Answer, tolerance: float) -> int:
@@ -98,11 +120,12 @@ def compare(ours: Answer, reference: Answer, tolerance: float) -> int:
 
     Returns: how many tokens agree.
     """
+    for i, pair in enumerate(zip(ours.prompt_logprobs, reference.prompt_logprobs, strict=True), 1):
+        gap = find_gap(*pair)
+        assert gap <= tolerance, f"prompt token {i}: logprobs differ by {gap:.4f}"
     for i, (a, b) in enumerate(zip(ours.token_ids, reference.token_ids, strict=True)):
         if reference.logprobs:
-            shared = ours.logprobs[i].keys() & reference.logprobs[i].keys()
-            assert shared, "the most likely tokens have nothing in common"
-            gap = max(abs(ours.logprobs[i][t] - reference.logprobs[i][t]) for t in shared)
+            gap = find_gap(ours.logprobs[i], reference.logprobs[i])
             assert gap <= tolerance, f"token {i}: logprobs differ by {gap:.4f}"
         if a != b:
             best = sorted(reference.logprobs[i].values(), reverse=True)

@@ -75,13 +75,17 @@ def make_checkpoint(row: TinyRow, directory: Path) -> TinyCheckpoint:
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> None:
-    """Add N(0, 0.1) to the neutral value of every parameter: 1 for norms, 0 for the rest."""
+    """Add N(0, 0.1) to the neutral value of every parameter.
+
+    That is 0, and for norms what transformers starts them with: 1, or 0 where the norm adds 1
+    itself.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             is_norm = "norm" in name.rsplit(".", 2)[-2] and parameter.dim() == 1
-            parameter.copy_(noise + 1.0 if is_norm else noise)
+            parameter.copy_(parameter + noise if is_norm else noise)
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
