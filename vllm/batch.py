@@ -47,6 +47,7 @@ class ForwardBatch:
         num_decode_rows: leading rows with exactly one new token.
         new_lens_cpu, computed_lens_cpu: new and computed tokens of each row; both empty where
             whoever built the batch does not say, as for decode steps.
+        computed_lens: the latter on the device, int32 [B]; None where it was not made.
     """
 
     input_ids: Tensor
@@ -60,6 +61,7 @@ class ForwardBatch:
     num_decode_rows: int
     new_lens_cpu: tuple[int, ...] = ()
     computed_lens_cpu: tuple[int, ...] = ()
+    computed_lens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

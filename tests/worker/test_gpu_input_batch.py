@@ -103,6 +103,9 @@ def test_random_plans_equal_the_oracle(seed: int, batch: GpuInputBatch) -> None:
             num_decodes += 1
         else:
             check(step, plan, plans.known, is_padded=False)
+            assert step.batch.computed_lens is not None
+            assert step.batch.computed_lens.dtype is torch.int32
+            assert step.batch.computed_lens.tolist() == list(step.batch.computed_lens_cpu)
         sampled = [step.rows[i] for i in step.sampled]
         tokens = [plans.random.randrange(50_000) for _ in sampled]
         late.append((sampled, [row.num_tokens for row in sampled], tokens))

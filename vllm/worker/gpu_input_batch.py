@@ -204,12 +204,14 @@ class GpuInputBatch(InputBatch):
                 positions,
                 indices,
                 np.concatenate(([0], ends)),
+                computed,
                 computed + new,
                 ends[sampled] - 1,
                 indices[sampled],
             ]
         )
-        ids, places, positions_device, rows_device, starts, lens, logits_rows, sampled_places = sent
+        ids, places, positions_device, rows_device, starts, *others = sent
+        done, lens, logits_rows, sampled_places = others
         self._sampled_places = sampled_places
         max_seq_len = int((computed + new).max())
         return ForwardBatch(
@@ -227,6 +229,7 @@ class GpuInputBatch(InputBatch):
             num_decode_rows=int(np.count_nonzero(new == 1)),
             new_lens_cpu=tuple(new.tolist()),
             computed_lens_cpu=tuple(computed.tolist()),
+            computed_lens=done.to(torch.int32),
         )
 
     def _send_changes(self) -> None:

@@ -66,7 +66,9 @@ class StateRows:
             return StateRows(fields=cache.tensors, single=None, others=others)
         num_rows = lens.shape[0]
         num_single = num_rows if batch.max_query_len == 1 else batch.num_decode_rows
-        rest = bounds[num_single:]
+        computed = batch.computed_lens
+        if computed is None and num_single < num_rows:
+            computed = lens - (bounds[1:] - bounds[:-1])
         return StateRows(
             fields=cache.tensors,
             single=(
@@ -75,9 +77,9 @@ class StateRows:
                 else None
             ),
             others=(
-                (offsets[num_single:], rest, lens[num_single:] - (rest[1:] - rest[:-1]))
-                if num_single < num_rows
-                else None
+                None
+                if computed is None or num_single == num_rows
+                else (offsets[num_single:], bounds[num_single:], computed[num_single:])
             ),
         )
 
