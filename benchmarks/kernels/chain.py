@@ -118,7 +118,7 @@ class Layer:
             return
         is_gated = name == "gate_up"
         form = variant.forms.get(name)
-        form = form or choose_config(*out.shape, x.shape[1], is_gated=is_gated)
+        form = form or choose_config(x.shape[0], out.shape[1], x.shape[1], is_gated=is_gated)
         linear.launch_skinny(
             out, x, weight, bias, "silu" if is_gated else "", form,
             prefetch_bytes=variant.prefetch_bytes,

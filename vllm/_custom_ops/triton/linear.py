@@ -251,7 +251,7 @@ def skinny_linear(
     _check("skinny_linear", out_TN, x_TK, weight_NK, bias_N, parts=1)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(*out_TN.shape, x_TK.shape[1], is_gated=False)
+    config = choose_config(x_TK.shape[0], out_TN.shape[1], x_TK.shape[1], is_gated=False)
     launch_skinny(out_TN, x_TK, weight_NK, bias_N, _PLAIN, config)
 
 
@@ -267,7 +267,7 @@ def skinny_gated_linear(
     _check("skinny_gated_linear", out_TI, x_TK, weight_2IK, bias_2I, parts=2)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(*out_TI.shape, x_TK.shape[1], is_gated=True)
+    config = choose_config(x_TK.shape[0], out_TI.shape[1], x_TK.shape[1], is_gated=True)
     launch_skinny(out_TI, x_TK, weight_2IK, bias_2I, activation, config)
 
 
