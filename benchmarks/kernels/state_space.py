@@ -108,11 +108,11 @@ def make_states(load: Load, shape: tuple[int, ...], dtype: torch.dtype) -> list[
     return states
 
 
-def make_delta(load: Load) -> Work:
+def make_delta(load: Load, kept: torch.dtype = torch.float32) -> Work:
     """The gated delta rule: in a decode step with gates and norm, else alone."""
     shape = (HEADS, SIZE, SIZE)
-    states = make_states(load, shape, torch.float32)
-    state_bytes = HEADS * SIZE * SIZE * 4
+    states = make_states(load, shape, kept)
+    state_bytes = HEADS * SIZE * SIZE * kept.itemsize
     num_tokens = load.num_tokens
     q, k = (draw(num_tokens, KEY_HEADS, SIZE) for _ in range(2))
     v, gate = (draw(num_tokens, HEADS, SIZE) for _ in range(2))
@@ -139,10 +139,10 @@ def make_delta(load: Load) -> Work:
     )
 
 
-def make_mamba(load: Load) -> Work:
+def make_mamba(load: Load, kept: torch.dtype = torch.float32) -> Work:
     """The Mamba-2 scan."""
-    states = make_states(load, (MAMBA_HEADS, MAMBA_SIZE, STATE), torch.float32)
-    state_bytes = MAMBA_HEADS * MAMBA_SIZE * STATE * 4
+    states = make_states(load, (MAMBA_HEADS, MAMBA_SIZE, STATE), kept)
+    state_bytes = MAMBA_HEADS * MAMBA_SIZE * STATE * kept.itemsize
     num_tokens = load.num_tokens
     x, dt = draw(num_tokens, MAMBA_HEADS, MAMBA_SIZE), draw(num_tokens, MAMBA_HEADS)
     b, c = (draw(num_tokens, GROUPS, STATE) for _ in range(2))
@@ -209,7 +209,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of an op's name")
     parser.add_argument("--few-heads", type=int, help="rows x heads for the tiles of few heads")
     parser.add_argument("--many-programs", type=int, help="programs for the tiles of many")
+    parser.add_argument(
+        "--state-dtype", default="float32", choices=("float32", "bfloat16", "float16")
+    )
     args = parser.parse_args()
+    kept = getattr(torch, args.state_dtype)
     if args.few_heads is not None:
         delta_rule.FEW_HEADS = mamba2.FEW_HEADS = args.few_heads
     if args.many_programs is not None:
@@ -217,7 +221,12 @@ def main() -> None:
     copy_rate, flop_rate = measure_copy_bytes_per_s(), measure_flops_per_s()
     machine = {"copy_tb_per_s": copy_rate / 1e12, "product_tflops": flop_rate / 1e12}
     print(json.dumps({name: round(rate, 2) for name, rate in machine.items()}), flush=True)
-    for make in (make_delta, make_mamba, make_conv, make_norm):
+    for make in (
+        partial(make_delta, kept=kept),
+        partial(make_mamba, kept=kept),
+        make_conv,
+        make_norm,
+    ):
         for load in LOADS:
             work = make(load)
             if args.only not in work.op:
