@@ -50,7 +50,8 @@ __device__ __forceinline__ void scale_pack(Pack<T>& pack, const WeightPack<T, W>
 }
 
 __device__ __forceinline__ float inverse_rms(float sum, int64_t n, float epsilon) {
-  return 1.0f / sqrtf(sum / static_cast<float>(n) + epsilon);
+  // 1 / n does not wait for the sum; the device's rsqrtf is off by two units in the last place.
+  return rsqrtf(fmaf(sum, 1.0f / static_cast<float>(n), epsilon));
 }
 
 // Norms the row that the group holds, in place. Every lane of the warp takes part; where it is not

@@ -54,11 +54,11 @@ __global__ void __launch_bounds__(kGroupThreads)
   store_lanes(packs, out, args.n, args.is_packed, group);
 }
 
-// Weights are loaded before the row, unless registers are too few for both.
+// Weights are loaded before the row where rows are few; where they are many, other blocks hide it.
 template <typename T, typename W, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(max_row_threads(kPacks))
     norm_long_row_kernel(const __grid_constant__ NormArgs args) {
-  constexpr bool kIsWeightEarly = kPacks <= 2;
+  constexpr bool kIsWeightEarly = kPacks == 1;
   __shared__ float of_runs[kMaxRuns];
   let_next_start();
   const uint32_t row = blockIdx.x;

@@ -8,6 +8,9 @@ namespace vllm::cuda {
 
 inline constexpr int kMaxThreads = 1024;
 inline constexpr int kMaxRowPacks = 4;  // of a thread
+
+// Threads of a block at most; fewer where packs need registers.
+constexpr int max_row_threads(int packs) { return packs == 2 ? kMaxThreads / 2 : kMaxThreads; }
 inline constexpr int kMaxRuns = kMaxRowPacks * kMaxThreads / 32;
 inline constexpr int64_t kFewRows = 264;  // two blocks for each processor of a large device
 
@@ -97,9 +100,8 @@ void dispatch_row_packs(int64_t num_packs, int64_t num_rows, F&& f) {
   const auto threads = [&](int packs) {
     return static_cast<unsigned>(ceil_div(ceil_div(num_packs, packs), 32) * 32);
   };
-  const bool is_few = num_rows <= kFewRows;
-  if (num_packs <= (is_few ? kMaxThreads : 128)) return f(RowPacks<1>{}, threads(1));
-  if (num_packs <= (is_few ? 2 : 1) * kMaxThreads) return f(RowPacks<2>{}, threads(2));
+  if (num_packs <= (num_rows <= kFewRows ? kMaxThreads : 128)) return f(RowPacks<1>{}, threads(1));
+  if (num_packs <= 2 * max_row_threads(2)) return f(RowPacks<2>{}, threads(2));
   f(RowPacks<kMaxRowPacks>{}, threads(kMaxRowPacks));
 }
 

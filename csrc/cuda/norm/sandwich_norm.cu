@@ -23,9 +23,9 @@ struct SandwichArgs {
 
 // x := norm(x); residual += x; x := norm(residual).
 template <typename T, typename W, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(max_row_threads(kPacks))
     sandwich_norm_kernel(const __grid_constant__ SandwichArgs args) {
-  constexpr bool kIsWeightEarly = kPacks <= 2;
+  constexpr bool kIsWeightEarly = kPacks == 1;
   __shared__ float of_runs[2][kMaxRuns];
   let_next_start();
   WeightPack<T, W> x_weights[kPacks], weights[kPacks];
