@@ -112,6 +112,27 @@ def test_step_equals_the_twin(
     assert not found[0][0][2].any()
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+def test_states_of_any_float_type(device: str, state_dtype: torch.dtype) -> None:
+    """Prompts and single tokens; the arithmetic is that of float32."""
+    from vllm._custom_ops.triton import delta_rule as ops
+
+    _, heads, key, value = SHAPES["odd"]
+    for lengths, computed in (([1, 70], [3, 5]), ([1, 1, 1], [0, 7, 1])):
+        num_tokens = sum(lengths)
+        q, k, v = make_inputs(num_tokens, SHAPES["odd"], torch.float32, device)
+        g = -random_rows(num_tokens, heads, dtype=torch.float32, seed=2).abs().to(device)
+        beta = random_rows(num_tokens, heads, dtype=torch.float32, seed=3).sigmoid().to(device)
+        found = []
+        for module in (ops, naive):
+            rows = make_state_rows((heads, key, value), state_dtype, lengths, computed, device)
+            out = poisoned(v.shape, torch.float32).to(device)
+            module.gated_delta_rule(out, q, k, v, g, beta, rows.view, *rows.before, key**-0.5, True)
+            found.append((out, rows.memory))
+        assert_close(found[0][0], found[1][0], 1e-4)
+        assert_close(found[0][1], found[1][1], 1e-2)
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_gates_equal_the_twin(device: str, dtype: torch.dtype) -> None:
     from vllm._custom_ops.triton import delta_rule as ops
