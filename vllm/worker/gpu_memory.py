@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.batch import ForwardBatch, GroupBatch
+from vllm.batch import ForwardBatch
 from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import OutOfMemoryError
@@ -25,6 +25,7 @@ from vllm.step import NewRow, RowSampling
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+from vllm.worker.gpu_warmup import make_step
 from vllm.worker.memory import GIB
 
 _GRAPH_BYTES = 8 << 20
@@ -162,36 +163,7 @@ def _make_prefill(
     rest = limits.max_num_batched_tokens % longest
     if rest > 1:  # a row of one token would be a decode row, which come first
         lens.append(rest)
-    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    ends = torch.cumsum(seq_lens, 0, dtype=torch.int32)
-    positions = torch.cat([torch.arange(n, device=device) for n in lens])
-    groups = []
-    for geometry in geometries:
-        width = 1 if geometry.is_per_sequence else -(-longest // geometry.block_tokens)
-        shape = (len(lens), width)
-        num_slots = 0 if geometry.is_per_sequence else len(positions)
-        groups.append(
-            GroupBatch(
-                block_offsets=torch.full(
-                    shape, geometry.pad_offset, dtype=torch.int32, device=device
-                ),
-                slots=torch.full((num_slots, 2), -1, dtype=torch.int32, device=device),
-                block_tokens=geometry.block_tokens,
-            )
-        )
-    return ForwardBatch(
-        input_ids=torch.zeros_like(positions),
-        positions=positions,
-        cu_query_lens=torch.cat((torch.zeros_like(ends[:1]), ends)),
-        seq_lens=seq_lens,
-        logits_rows=ends.long() - 1,
-        groups=tuple(groups),
-        max_query_len=longest,
-        max_seq_len=longest,
-        num_decode_rows=len(lens) if longest == 1 else 0,
-        new_lens_cpu=tuple(lens),
-        computed_lens_cpu=(0,) * len(lens),
-    )
+    return make_step(lens, [0] * len(lens), geometries, device=device)
 
 
 def _measure_graphs(runner: GpuModelRunner, limits: RunnerLimits) -> int:

@@ -1,14 +1,14 @@
 """Fast launches take the kernel that Triton would take, and hand it the same arguments.
 
-Nothing runs on a GPU here: Triton compiles for one that a stand-in driver reports, and the
-stand-in's launcher writes down what it is given.
+Nothing is compiled or run: stand-ins for Triton's compiler and driver write down what a launcher is
+given.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,54 +16,19 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tests._custom_ops.triton.stand_in import Driver, Launcher, compile_nothing  # noqa: E402
 from vllm._custom_ops.triton.launch import FastKernel, fast_launch  # noqa: E402
-
-
-class _Launcher:
-    launches: ClassVar[list[tuple[Any, ...]]] = []
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any) -> None:
-        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args[9:]]
-        self.launches.append((id(self), *args[:6], *addresses))
-
-
-class _Utils:
-    def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
-        return 1, 2, 32, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 17}
-
-
-class _Driver:
-    launcher_cls = _Launcher
-    utils = _Utils()
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 17
-
-    def get_device_capability(self, device: int) -> tuple[int, int]:
-        return (9, 0)
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let Triton see an sm_90."""
-    monkeypatch.setattr(driver, "_active", _Driver())
-    _Launcher.launches.clear()
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr("triton.compiler.compile", compile_nothing)
+    Launcher.launches.clear()
     yield
 
 
@@ -103,7 +68,7 @@ def test_the_same_kernel_with_the_same_arguments(kernel: FastKernel) -> None:
         grid = rng.choice(((3,), (4, 2), (1, 2, 5)))
         kernel[grid](*args, **constants)
         kernel.jit[grid](*args, **constants)
-        ours, theirs = _Launcher.launches[-2:]
+        ours, theirs = Launcher.launches[-2:]
         assert ours == theirs
 
 
@@ -115,7 +80,7 @@ def test_most_launches_do_not_ask_triton(
     monkeypatch.setattr(JITFunction, "run", lambda *_, **__: pytest.fail("asked"))
     for num_rows in (1, 5, 16):
         kernel[(num_rows,)](x, x[4:], None, 2.0, num_rows, 16, BLOCK=16, HAS_BIAS=False)
-    assert len(_Launcher.launches) == 4
+    assert len(Launcher.launches) == 4
 
 
 def test_memory_is_bounded(kernel: FastKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +89,7 @@ def test_memory_is_bounded(kernel: FastKernel, monkeypatch: pytest.MonkeyPatch) 
     for width in range(2, 12):
         kernel[(1,)](x, x, None, 1.0, 1, width, BLOCK=16, HAS_BIAS=False)
     assert len(kernel._ready) <= 4
-    assert len(_Launcher.launches) == 10
+    assert len(Launcher.launches) == 10
 
 
 def test_interpreted_kernels_stay_as_they_are() -> None:

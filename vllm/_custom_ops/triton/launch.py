@@ -12,18 +12,19 @@ place. Interpreted kernels are launched by the interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import attrgetter, itemgetter, or_
-from typing import Any
+from typing import Any, Protocol
 
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT_BITS = 15  # Triton tells addresses and integers apart by whether 16 divides them
 _INT32_MIN, _INT32_MAX = -(1 << 31), (1 << 31) - 1
@@ -34,6 +35,34 @@ _MAX_READY = 4096
 """Launches that a kernel remembers; far more than there are, but nothing relies on it."""
 
 _find_dtype = attrgetter("dtype")
+
+
+def _describe(descriptor: TensorDescriptor) -> tuple[Any, ...]:
+    """Return on what of a descriptor a compiled kernel depends; the launcher takes the rest."""
+    return descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding
+
+
+class LaunchNotes(Protocol):
+    """What takes launches in the place of the device, see `divert_launches`."""
+
+    def take(
+        self, kernel: FastKernel, key: Any, args: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        """Take one launch; those of a kernel that are alike have one key."""
+        ...
+
+
+_notes: list[LaunchNotes] = []  # the innermost last
+
+
+@contextmanager
+def divert_launches(notes: LaunchNotes) -> Iterator[None]:
+    """Launch nothing inside; `notes` is told instead. For one thread at a time."""
+    _notes.append(notes)
+    try:
+        yield
+    finally:
+        _notes.pop()
 
 
 class FastKernel:
@@ -48,7 +77,7 @@ class FastKernel:
         self, jit: JITFunction[Any], compiled_in: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.jit = jit
-        self._compiled_in = compiled_in
+        self.compiled_in = compiled_in
         self._layouts: dict[tuple[type, ...], _Layout] = {}
         self._ready: dict[Any, _Ready] = {}
 
@@ -69,9 +98,13 @@ class FastKernel:
             tuple(map(_find_dtype, tensors)),
             is_aligned or tuple(address & _ALIGNMENT_BITS for address in addresses),
             layout.pick_exact(args),
+            tuple(map(_describe, layout.pick_descriptors(args))),
             tuple(constants),
             tuple(constants.values()),
         )
+        if _notes:
+            _notes[-1].take(self, key, args, constants)
+            return
         loose = layout.pick_loose(args)
         if (loose and not _INT32_MIN <= min(loose) <= max(loose) <= _INT32_MAX) or (
             knobs.runtime.launch_enter_hook.calls  # a profiler's
@@ -104,7 +137,7 @@ class FastKernel:
         self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
     ) -> Any:
         """Let Triton launch, and return the kernel that it took."""
-        with self._compiled_in():
+        with self.compiled_in():
             return self.jit[grid](*args, **constants)
 
     def _remember(self, key: Any, kernel: Any, num_given: int, constants: dict[str, Any]) -> None:
@@ -125,10 +158,12 @@ class FastKernel:
         )
 
     def _lay_out(self, types: tuple[type, ...]) -> _Layout:
-        tensors, exact, loose = [], [], []
+        tensors, descriptors, exact, loose = [], [], [], []
         for place, (kind, parameter) in enumerate(zip(types, self.jit.params, strict=False)):
             if issubclass(kind, Tensor):
                 tensors.append(place)
+            elif issubclass(kind, TensorDescriptor):
+                descriptors.append(place)
             elif kind is int and parameter.do_not_specialize and not parameter.is_constexpr:
                 loose.append(place)
             elif parameter.is_constexpr or kind not in (float, type(None)):
@@ -136,6 +171,7 @@ class FastKernel:
         layout = _Layout(
             tensors=tuple(tensors),
             pick_tensors=_make_picker(tensors),
+            pick_descriptors=_make_picker(descriptors),
             pick_exact=_make_picker(exact),
             pick_loose=_make_picker(loose),
         )
@@ -158,6 +194,7 @@ class _Layout:
 
     tensors: tuple[int, ...]
     pick_tensors: _Picker
+    pick_descriptors: _Picker
     pick_exact: _Picker
     pick_loose: _Picker
 

@@ -13,6 +13,7 @@ Source: Transformers are SSMs, arXiv 2405.21060, section 6.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -22,6 +23,8 @@ from torch import Tensor
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile, softplus
 from vllm._custom_ops.triton.tensor_cores import plain_products
+
+_plain_launch = partial(fast_launch, compiled_in=plain_products)
 
 CHUNK = 64  # tokens whose operands have 16 bits
 MANY_PROGRAMS = 256  # that give every processor its share
@@ -46,7 +49,7 @@ def limit_dt(dt, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
 
 
-@fast_launch
+@_plain_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _mamba_decays_kernel(
     decays,
@@ -90,7 +93,7 @@ def _mamba_decays_kernel(
     tl.store(kept + CHUNK, source, mask=is_head[None, :])
 
 
-@fast_launch
+@_plain_launch
 @triton.jit
 def _mamba_states_kernel(
     states,
@@ -158,7 +161,7 @@ def _mamba_states_kernel(
     tl.store(own + inside, state_PN.to(state.dtype.element_ty), mask=in_state)
 
 
-@fast_launch
+@_plain_launch
 @triton.jit(do_not_specialize=["num_rows", "heads_each"])
 def _mamba_outputs_kernel(
     out,
@@ -277,7 +280,6 @@ class Scan:
         }
 
 
-@plain_products()
 def run_mamba_chunks(scan: Scan) -> None:
     """Run the scan over rows of any lengths; scratch of one state a chunk, in the dtype of x."""
     num_tokens, num_heads, head_size = scan.x.shape

@@ -1,0 +1,127 @@
+"""The kinds of steps that a server on a GPU will see, and their kernels compiled before the first.
+
+Called by the worker between loading and the memory profile. A kernel's compiled form depends on the
+sizes of a step only by a few thresholds (rows of a product, tokens of an expert, one row or more),
+which the steps here stand on both sides of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from vllm.batch import ForwardBatch, GroupBatch
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.models.interfaces import TextModel
+from vllm.worker.block_table import GroupGeometry
+from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+
+_OURS = "triton"
+_DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_FEWEST_PROMPT_TOKENS = 16
+_MAX_PROCESSES = 32
+
+
+@torch.inference_mode()
+def compile_ahead(
+    model: TextModel,
+    runner: GpuModelRunner,
+    geometries: Sequence[GroupGeometry],
+    kernels: Mapping[int, str],
+    tp: TensorParallel,
+    *,
+    limits: RunnerLimits,
+    device: torch.device,
+) -> None:
+    """Compile the kernels of all kinds of steps that are not in Triton's cache, side by side.
+
+    Steps are run with their Triton launches left out, on a cache that nobody reads. Attention
+    kernels of others would read what was left out, so that models which use one are compiled as
+    their steps come.
+
+    Args:
+        model: loaded, with its kernels bound.
+        runner: on a cache of any size.
+        geometries: of that cache's groups.
+        kernels: kernel of each attention layer.
+        tp: the ranks; the first one compiles for all.
+        limits: what a step may hold.
+        device: where steps run.
+    """
+    if any(name != _OURS for name in kernels.values()):
+        return
+    # Triton may be absent where this file is imported for the steps.
+    from vllm._custom_ops.triton.ahead import compile_kernels, note_kernels  # noqa: PLC0415
+
+    with note_kernels() as notes:
+        for new_lens, computed_lens in list_steps(limits):
+            hidden_TE = runner.run_forward(
+                make_step(new_lens, computed_lens, geometries, device=device)
+            )
+        for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
+            hidden_TE = runner.run_decode(num_rows)
+            model.compute_logits(hidden_TE)
+    if tp.rank == 0:
+        compile_kernels(notes, max_processes=min(os.cpu_count() or 1, _MAX_PROCESSES))
+    tp.barrier()
+
+
+def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield new and computed tokens of each row of steps that are not decode steps."""
+    longest = min(limits.max_model_len, limits.max_num_batched_tokens)
+    num_tokens = longest
+    while num_tokens > 1:
+        yield [num_tokens], [0]
+        num_tokens = num_tokens // 2 if num_tokens > _FEWEST_PROMPT_TOKENS else 0
+    few = longest // 4
+    if few < 2 or limits.max_num_seqs < 2:
+        return
+    yield [few, few], [0, 0]
+    yield [1, few], [few, 0]
+    if 2 * few <= limits.max_model_len:
+        yield [few], [few]
+        yield [1, few], [few, few]
+
+
+def make_step(
+    new_lens: Sequence[int],
+    computed_lens: Sequence[int],
+    geometries: Sequence[GroupGeometry],
+    *,
+    device: torch.device,
+) -> ForwardBatch:
+    """Return a step of rows that are stored nowhere; rows of one token come first."""
+    new = torch.tensor(new_lens, dtype=torch.int32, device=device)
+    seq_lens = new + torch.tensor(computed_lens, dtype=torch.int32, device=device)
+    ends = torch.cumsum(new, 0, dtype=torch.int32)
+    starts = zip(new_lens, computed_lens, strict=True)
+    positions = torch.cat([torch.arange(c, c + n, device=device) for n, c in starts])
+    longest = max(n + c for n, c in zip(new_lens, computed_lens, strict=True))
+    groups = []
+    for geometry in geometries:
+        width = 1 if geometry.is_per_sequence else -(-longest // geometry.block_tokens)
+        num_slots = 0 if geometry.is_per_sequence else len(positions)
+        groups.append(
+            GroupBatch(
+                block_offsets=torch.full(
+                    (len(new_lens), width), geometry.pad_offset, dtype=torch.int32, device=device
+                ),
+                slots=torch.full((num_slots, 2), -1, dtype=torch.int32, device=device),
+                block_tokens=geometry.block_tokens,
+            )
+        )
+    return ForwardBatch(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        cu_query_lens=torch.cat((torch.zeros_like(ends[:1]), ends)),
+        seq_lens=seq_lens,
+        logits_rows=ends.long() - 1,
+        groups=tuple(groups),
+        max_query_len=max(new_lens),
+        max_seq_len=longest,
+        num_decode_rows=sum(n == 1 for n in new_lens),
+        new_lens_cpu=tuple(new_lens),
+        computed_lens_cpu=tuple(computed_lens),
+    )
