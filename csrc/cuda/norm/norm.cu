@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kGroupThreads)
 }
 
 // Weights are loaded before the row where rows are few; where they are many, other blocks hide it.
-template <typename T, typename W, int kPacks>
+template <typename T, typename W, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(max_row_threads(kPacks))
     norm_long_row_kernel(const __grid_constant__ NormArgs args) {
   constexpr bool kIsWeightEarly = kPacks == 1;
@@ -64,21 +64,21 @@ __global__ void __launch_bounds__(max_row_threads(kPacks))
   const uint32_t row = blockIdx.x;
   Pack<T> packs[kPacks];
   WeightPack<T, W> weights[kPacks];
-  if constexpr (kIsWeightEarly) load_row_weight(weights, args.weight, args.n, args.is_packed);
+  if constexpr (kIsWeightEarly) load_row_weight(weights, args.weight, args.n, kIsPacked);
   await_inputs();
   const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
-  load_row(packs, x, args.n, args.is_packed);
+  load_row(packs, x, args.n, kIsPacked);
   if (args.residual != nullptr) {
     T* residual = static_cast<T*>(args.residual) + args.residual_rows.offset(row);
     Pack<T> old[kPacks];
-    load_row(old, residual, args.n, args.is_packed);
+    load_row(old, residual, args.n, kIsPacked);
     add_row(packs, old);
-    store_row(packs, residual, args.n, args.is_packed);
+    store_row(packs, residual, args.n, kIsPacked);
   }
   const float scale = row_scale(packs, args.n, args.epsilon, of_runs);
-  if constexpr (!kIsWeightEarly) load_row_weight(weights, args.weight, args.n, args.is_packed);
+  if constexpr (!kIsWeightEarly) load_row_weight(weights, args.weight, args.n, kIsPacked);
   scale_row(packs, weights, scale);
-  store_row(packs, static_cast<T*>(args.out) + args.out_rows.offset(row), args.n, args.is_packed);
+  store_row(packs, static_cast<T*>(args.out) + args.out_rows.offset(row), args.n, kIsPacked);
 }
 
 template <typename T, typename W>
@@ -93,7 +93,10 @@ void launch_norm(const char* op, const NormArgs& args, const LaunchScope& scope)
   }
   dispatch_row_packs(
       ceil_div(args.n, Pack<T>::kSize), count, [&]<int kPacks>(RowPacks<kPacks>, unsigned threads) {
-        launch_overlapping(scope, norm_long_row_kernel<T, W, kPacks>, count, threads, args);
+        launch_overlapping(scope,
+                           args.is_packed ? norm_long_row_kernel<T, W, kPacks, true>
+                                          : norm_long_row_kernel<T, W, kPacks, false>,
+                           count, threads, args);
       });
 }
 

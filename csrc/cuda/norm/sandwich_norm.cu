@@ -22,7 +22,7 @@ struct SandwichArgs {
 };
 
 // x := norm(x); residual += x; x := norm(residual).
-template <typename T, typename W, int kPacks>
+template <typename T, typename W, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(max_row_threads(kPacks))
     sandwich_norm_kernel(const __grid_constant__ SandwichArgs args) {
   constexpr bool kIsWeightEarly = kPacks == 1;
@@ -30,26 +30,26 @@ __global__ void __launch_bounds__(max_row_threads(kPacks))
   let_next_start();
   WeightPack<T, W> x_weights[kPacks], weights[kPacks];
   if constexpr (kIsWeightEarly) {
-    load_row_weight(x_weights, args.x_weight, args.n, args.is_packed);
-    load_row_weight(weights, args.weight, args.n, args.is_packed);
+    load_row_weight(x_weights, args.x_weight, args.n, kIsPacked);
+    load_row_weight(weights, args.weight, args.n, kIsPacked);
   }
   await_inputs();
   T* x = static_cast<T*>(args.x) + args.x_rows.offset(blockIdx.x);
   T* residual = static_cast<T*>(args.residual) + args.residual_rows.offset(blockIdx.x);
   Pack<T> packs[kPacks], old[kPacks];
-  load_row(packs, x, args.n, args.is_packed);
-  load_row(old, residual, args.n, args.is_packed);
+  load_row(packs, x, args.n, kIsPacked);
+  load_row(old, residual, args.n, kIsPacked);
   float scale = row_scale(packs, args.n, args.epsilon, of_runs[0]);
   if constexpr (!kIsWeightEarly) {
-    load_row_weight(x_weights, args.x_weight, args.n, args.is_packed);
+    load_row_weight(x_weights, args.x_weight, args.n, kIsPacked);
   }
   scale_row(packs, x_weights, scale);
   add_row(packs, old);
-  store_row(packs, residual, args.n, args.is_packed);
+  store_row(packs, residual, args.n, kIsPacked);
   scale = row_scale(packs, args.n, args.epsilon, of_runs[1]);
-  if constexpr (!kIsWeightEarly) load_row_weight(weights, args.weight, args.n, args.is_packed);
+  if constexpr (!kIsWeightEarly) load_row_weight(weights, args.weight, args.n, kIsPacked);
   scale_row(packs, weights, scale);
-  store_row(packs, x, args.n, args.is_packed);
+  store_row(packs, x, args.n, kIsPacked);
 }
 
 SandwichArgs sandwich_args(const Tensor& x, const Tensor& residual, const Tensor& x_weight,
@@ -88,8 +88,11 @@ void norm_add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor&
     dispatch_weight<T>(weight.scalar_type(), [&]<typename W>(TypeTag<W>) {
       dispatch_row_packs(ceil_div(args.n, Pack<T>::kSize), count,
                          [&]<int kPacks>(RowPacks<kPacks>, unsigned threads) {
-                           launch_overlapping(scope, sandwich_norm_kernel<T, W, kPacks>, count,
-                                              threads, args);
+                           launch_overlapping(scope,
+                                              args.is_packed
+                                                  ? sandwich_norm_kernel<T, W, kPacks, true>
+                                                  : sandwich_norm_kernel<T, W, kPacks, false>,
+                                              count, threads, args);
                          });
     });
   });
