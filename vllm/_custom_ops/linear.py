@@ -165,3 +165,22 @@ def skinny_gated_linear(
             activation.
     """
     C.skinny_gated_linear(out_TI, x_TK, weight_2IK, bias_2I, activation)
+
+
+def skinny_relu2_linear(
+    out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None
+) -> None:
+    """Multiply few rows by a plain weight on a GPU: out = relu(x · Wᵀ + bias) ** 2.
+
+    The product and its square are rounded to the dtype, as by the single ops.
+
+    Args:
+        out_TN: of the input's dtype, contiguous in N.
+        x_TK: at most 64 rows, contiguous in K.
+        weight_NK: contiguous, of the input's dtype.
+        bias_N: of the input's dtype, added before the rounding.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.skinny_relu2_linear(out_TN, x_TK, weight_NK, bias_N)

@@ -87,6 +87,20 @@ def test_ops_choose_a_form(device: str, num_rows: int) -> None:
     assert_close(gated, expected)
 
 
+@pytest.mark.parametrize("config", [DOT, SWAPPED, VECTOR])
+def test_relu2_equals_twin(device: str, config: SkinnyConfig) -> None:
+    x, weight, bias = make(1, 37, 72, torch.float16, device)
+    for programs in (1, 4):
+        out = poisoned((1, 37), torch.float16).to(device)
+        form = replace(config, programs_per_sm=programs)
+        linear.launch_skinny(out, x, weight, bias, linear.RELU2, form)
+        expected = torch.empty_like(out)
+        naive.skinny_relu2_linear(expected, x, weight, bias)
+        assert_close(out, expected)
+    linear.skinny_relu2_linear(out, x, weight, bias)
+    assert_close(out, expected)
+
+
 def test_strided_rows_beside_numbers_that_are_none(device: str) -> None:
     x, weight, bias = make(3, 40, 64, torch.float32, device)
     wide = torch.full((6, 200), float("nan"), device=device)

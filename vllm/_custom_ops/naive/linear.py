@@ -80,3 +80,12 @@ def skinny_gated_linear(
     gate_up = x_TK.new_empty(x_TK.shape[0], weight_2IK.shape[0])
     skinny_linear(gate_up, x_TK, weight_2IK, bias_2I)
     getattr(activations, f"{activation}_and_mul")(out_TI, gate_up)
+
+
+def skinny_relu2_linear(
+    out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None
+) -> None:
+    """The product, rounded; then relu2."""
+    product = torch.empty_like(out_TN)
+    skinny_linear(product, x_TK, weight_NK, bias_N)
+    activations.relu2(out_TN, product)

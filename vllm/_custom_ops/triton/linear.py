@@ -41,6 +41,7 @@ from vllm._custom_ops.triton.product import (
 from vllm.errors import ShapeError
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+RELU2 = "relu2"
 _PLAIN = ""
 _SMALLEST_TILE = 16
 
@@ -61,12 +62,13 @@ def _store_result(
     N,
     out_stride,
     ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
 ):
     if bias is not None:
         gate += tl.load(bias + rows_N, mask=rows_N < N, other=0.0).to(tl.float32)[None, :]
     result = gate.to(x.dtype.element_ty)
     if ACTIVATION != "":
-        if bias is not None:
+        if IS_GATED and bias is not None:
             up += tl.load(bias + N + rows_N, mask=rows_N < N, other=0.0).to(tl.float32)[None, :]
         result = activate(result, up.to(x.dtype.element_ty), 0.0, 0.0, ACTIVATION)
     places = rows_T[:, None].to(tl.int64) * out_stride + rows_N[None, :]
@@ -110,6 +112,7 @@ def _skinny_kernel(
     split_blocks,
     ahead,
     ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_VECTOR: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -123,7 +126,6 @@ def _skinny_kernel(
 ):
     let_next_start(OVERLAPS)
     tile, split = tl.program_id(0), tl.program_id(1)
-    IS_GATED: tl.constexpr = ACTIVATION != ""
     rows_T, rows_N = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(rows_N, N - 1)  # those outside are read again and not stored
     first = split * (split_blocks * BLOCK_K)
@@ -147,7 +149,7 @@ def _skinny_kernel(
     is_in = (rows_T < num_rows)[:, None] & (rows_N < N)[None, :]
     if parts is None:
         _store_result(
-            out, x, bias, gate, up, rows_T, rows_N, is_in, N, out_stride, ACTIVATION
+            out, x, bias, gate, up, rows_T, rows_N, is_in, N, out_stride, ACTIVATION, IS_GATED
         )  # fmt: skip
     else:  # parts: [splits, T, N] of the gate, then of up
         places = parts + rows_T[:, None] * N + rows_N[None, :]
@@ -162,7 +164,8 @@ def _skinny_kernel(
             if IS_GATED:
                 up_total = _sum_parts(up_places, size, num_splits, is_in)
             _store_result(
-                out, x, bias, total, up_total, rows_T, rows_N, is_in, N, out_stride, ACTIVATION
+                out, x, bias, total, up_total, rows_T, rows_N, is_in, N, out_stride,
+                ACTIVATION, IS_GATED,
             )  # fmt: skip
 
 
@@ -194,23 +197,25 @@ def launch_skinny(
 
     Args:
         out_TN, x_TK, weight_NK, bias_N: as in the doors.
-        activation: other than "" means that the weight has gate rows, then as many up rows.
+        activation: of GATED_ACTIVATIONS, then the weight has gate rows, then as many up rows; or
+            RELU2, or "" for none.
         config: the form.
         prefetch_bytes: how much of the weight may lie in L2 before it is multiplied.
     """
     (num_rows, num_outputs), k = out_TN.shape, x_TK.shape[1]
+    is_gated = activation in GATED_ACTIVATIONS
     num_sms, has_overlap = count_sms(x_TK.device), overlaps(x_TK.device)
     num_splits, split_blocks = count_splits(config, num_outputs, k, num_sms)
     num_tiles = triton.cdiv(num_outputs, config.block_n)
     ahead = count_ahead(
         config, num_programs=num_tiles * num_splits, num_columns=split_blocks * config.block_k,
-        itemsize=x_TK.element_size(), num_sms=num_sms, is_gated=bool(activation),
+        itemsize=x_TK.element_size(), num_sms=num_sms, is_gated=is_gated,
         num_bytes=prefetch_bytes if _can_prefetch(weight_NK) else 0,
     )  # fmt: skip
     parts = None
     if num_splits > 1:
         assert num_tiles <= NUM_COUNTERS, "a weight of so many tiles is not split"
-        num_parts = num_splits * (2 if activation else 1)
+        num_parts = num_splits * (2 if is_gated else 1)
         parts = x_TK.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32)
     _skinny_kernel[(num_tiles, num_splits)](
         out_TN,
@@ -228,6 +233,7 @@ def launch_skinny(
         split_blocks,
         ahead,
         ACTIVATION=activation,
+        IS_GATED=is_gated,
         IS_VECTOR=config.is_vector,
         IS_SWAPPED=config.is_swapped,
         EVEN_K=k % config.block_k == 0,
@@ -271,6 +277,17 @@ def skinny_gated_linear(
     launch_skinny(out_TI, x_TK, weight_2IK, bias_2I, activation, config)
 
 
+def skinny_relu2_linear(
+    out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None
+) -> None:
+    """See the door."""
+    _check("skinny_relu2_linear", out_TN, x_TK, weight_NK, bias_N, parts=1)
+    if x_TK.shape[0] == 0:
+        return
+    config = choose_config(x_TK.shape[0], out_TN.shape[1], x_TK.shape[1], is_gated=False)
+    launch_skinny(out_TN, x_TK, weight_NK, bias_N, RELU2, config)
+
+
 def _check(
     op: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
 ) -> None:
@@ -297,11 +314,18 @@ def _check(
         )
 
 
-OPS = {"skinny_linear": skinny_linear, "skinny_gated_linear": skinny_gated_linear}
+OPS = {
+    "skinny_linear": skinny_linear,
+    "skinny_gated_linear": skinny_gated_linear,
+    "skinny_relu2_linear": skinny_relu2_linear,
+}
 SCHEMAS = {
     "skinny_linear": "skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()",
     "skinny_gated_linear": (
         "skinny_gated_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, "
         "str activation) -> ()"
+    ),
+    "skinny_relu2_linear": (
+        "skinny_relu2_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()"
     ),
 }

@@ -19,6 +19,7 @@ from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops.triton.linear_table import is_skinny
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
+from vllm.model_executor.layers.activation import relu2
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
 _SKINNY_DTYPES = (torch.bfloat16, torch.float16)
@@ -166,6 +167,14 @@ class MergedColumnParallelLinear(Linear):
         out_TI = x_TK.new_empty(x_TK.shape[0], self.output_size // 2)
         linear_ops.skinny_gated_linear(out_TI, x_TK, self.weight, self.bias, name)
         return out_TI
+
+    def multiply_relu2(self, x_TK: Tensor) -> Tensor:
+        """Return relu(x W^T + b) ** 2, [T, N]."""
+        if self.weight is None or not self._is_skinny(x_TK):
+            return relu2(self(x_TK))
+        out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size)
+        linear_ops.skinny_relu2_linear(out_TN, x_TK, self.weight, self.bias)
+        return out_TN
 
     def _place_all(self, field: str) -> WeightPlace:
         target, rows, first = self.parameter(field), [], 0

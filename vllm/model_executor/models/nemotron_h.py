@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from vllm.errors import ConfigError
 from vllm.hybrid.state_dtype import read_state_dtype
-from vllm.model_executor.layers.activation import relu2
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -222,7 +221,7 @@ class Relu2Mlp(nn.Module):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution to the residual stream, [T, E]."""
-        return self.down(relu2(self.up(x_TE)))
+        return self.down(self.up.multiply_relu2(x_TE))
 
 
 class Relu2Moe(nn.Module):
