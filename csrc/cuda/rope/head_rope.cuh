@@ -103,6 +103,7 @@ __device__ __forceinline__ void turn_halves_any(Pack<T> (&packs)[kPacks], int la
                                                 bool is_live, const RopeTurn& turn, T* exchange) {
   constexpr int kSize = Pack<T>::kSize;
   const int half = turn.rot_dim / 2;
+  __syncwarp();  // the group may still read its head before this one
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     *reinterpret_cast<Pack<T>*>(exchange + (p * lanes + lane) * kSize) = packs[p];
