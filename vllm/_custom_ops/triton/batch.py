@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 
 _WIDTH = 1024  # table entries that one program copies
 
@@ -24,7 +25,10 @@ def _tokens_kernel(
     num_rows,
     stride,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    let_next_start(OVERLAPS)
+    await_inputs(OVERLAPS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = row < num_rows
     index = tl.load(row_indices + row * stride, mask=is_in, other=-1)
@@ -53,7 +57,10 @@ def _group_kernel(
     pad_offset,
     HAS_SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    let_next_start(OVERLAPS)
+    await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     index = tl.load(row_indices + row * row_stride)
@@ -84,6 +91,7 @@ def prepare_decode_tokens(
     assert row_indices.stride(0) == computed_lens.stride(0) == token_ids.stride(0)
     num_rows = row_indices.shape[0]
     block = 128
+    is_overlapped = overlaps(row_indices.device)
     _tokens_kernel[(triton.cdiv(num_rows, block),)](
         input_ids,
         positions,
@@ -95,6 +103,8 @@ def prepare_decode_tokens(
         num_rows,
         row_indices.stride(0),
         BLOCK=block,
+        OVERLAPS=is_overlapped,
+        launch_pdl=is_overlapped,
     )
 
 
@@ -109,6 +119,7 @@ def prepare_decode_group(
 ) -> None:
     """See the door."""
     num_rows, num_blocks = block_offsets.shape
+    is_overlapped = overlaps(row_indices.device)
     _group_kernel[(num_rows, triton.cdiv(num_blocks, _WIDTH))](
         block_offsets,
         slots,
@@ -123,6 +134,8 @@ def prepare_decode_group(
         pad_offset,
         HAS_SLOTS=slots.shape[0] > 0,
         WIDTH=_WIDTH,
+        OVERLAPS=is_overlapped,
+        launch_pdl=is_overlapped,
     )
 
 
