@@ -37,7 +37,8 @@ from vllm._custom_ops.triton.tensor_cores import plain_products
 _L2_EPSILON = tl.constexpr(1e-6)
 _SUB = tl.constexpr(16)  # tokens whose triangle is inverted by substitution
 _VALUE_BLOCK = 64  # columns of the state in a program, 16 for each of its four warps
-_STAGES = 1
+_KEY_PART = 64  # rows of the state in a tile: operands of one tile fit in registers beside it
+_STAGES = 2
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
 
@@ -237,32 +238,36 @@ def _delta_pass_kernel(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     SHARE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take BLOCK_V columns of one head's state through all chunks of a row."""
+    """Take BLOCK_V columns of one head's state, PARTS tiles of PART keys, through a row's chunks."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     begin, end, computed = load_row(row, cu_query_lens, num_computed, False)
     if (begin >= end) | (computed < 0):
         return
     at = tl.arange(0, CHUNK)
-    keys = tl.arange(0, BLOCK_K)
+    keys = tl.arange(0, PART)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_key, is_value = keys < KEY, values < VALUE
+    is_value = values < VALUE
     dtype = k.dtype.element_ty
 
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (KEY * VALUE)
     own = own + keys[None, :] * VALUE + values[:, None]
-    in_state = is_key[None, :] & is_value[:, None]
-    state_VK = tl.load(own, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
+    parts = ()
+    for i in tl.static_range(PARTS):
+        in_state = (keys + i * PART < KEY)[None, :] & is_value[:, None] & (computed > 0)
+        loaded = tl.load(own + i * PART * VALUE, mask=in_state, other=0.0).to(tl.float32)
+        parts = parts + (loaded,)  # noqa: RUF005 - the compiler knows no stars
     q += head // SHARE * q_head
     k += head // SHARE * k_head
     factors += head * num_tokens
-    part = HEADS * num_tokens
+    step = HEADS * num_tokens
     place = begin // CHUNK - tl.load(cu_query_lens) // CHUNK + row
     kept += head * num_places + place
     by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
@@ -270,30 +275,46 @@ def _delta_pass_kernel(
     for first in range(begin, end, CHUNK):
         is_token = first + at < end
         tokens = (first + at).to(tl.int64)
-        solved = load_tile(by_state + head * KEY, tokens, keys, is_token, is_key, HEADS * KEY)
-        query = load_tile(q, tokens, keys, is_token, is_key, q_stride)
-        key = load_tile(k, tokens, keys, is_token, is_key, k_stride)
         scores = load_tile(
             attention + head * CHUNK, tokens, at, is_token, at < CHUNK, HEADS * CHUNK
         )
         change = tl.load(by_value, mask=is_value[:, None], other=0.0).to(tl.float32)
         query_factor = tl.load(factors + tokens, mask=is_token, other=0.0)
-        change_factor = tl.load(factors + part + tokens, mask=is_token, other=0.0)
-        own_score = tl.load(factors + 2 * part + tokens, mask=is_token, other=0.0)
+        change_factor = tl.load(factors + step + tokens, mask=is_token, other=0.0)
+        own_score = tl.load(factors + 2 * step + tokens, mask=is_token, other=0.0)
         decay = tl.load(kept)
 
-        old = state_VK.to(dtype)
-        change = tl.dot(old, tl.trans(solved), change, input_precision=PRECISION)
+        read = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+        for i in tl.static_range(PARTS):
+            old = parts[i].to(dtype)
+            at_K = i * PART + keys
+            solved = load_tile(
+                by_state + head * KEY, tokens, at_K, is_token, at_K < KEY, HEADS * KEY
+            )
+            change = tl.dot(old, tl.trans(solved), change, input_precision=PRECISION)
+        for i in tl.static_range(PARTS):
+            at_K = i * PART + keys
+            query = load_tile(q, tokens, at_K, is_token, at_K < KEY, q_stride)
+            old = parts[i].to(dtype)
+            read = tl.dot(old, tl.trans(query), read, input_precision=PRECISION)
         written = (change * change_factor[None, :]).to(dtype)
-        state_VK = tl.dot(written, key, state_VK * decay, input_precision=PRECISION)
-        read = tl.dot(old, tl.trans(query), input_precision=PRECISION) * query_factor[None, :]
+        new = ()
+        for i in tl.static_range(PARTS):
+            at_K = i * PART + keys
+            key = load_tile(k, tokens, at_K, is_token, at_K < KEY, k_stride)
+            moved = tl.dot(written, key, parts[i] * decay, input_precision=PRECISION)
+            new = new + (moved,)  # noqa: RUF005
+        parts = new
+        read *= query_factor[None, :]
         read += change * own_score[None, :]
         read = tl.dot(change.to(dtype), tl.trans(scores), read, input_precision=PRECISION)
         place_out = out + head * out_head + tokens[None, :] * out_stride + values[:, None]
         tl.store(place_out, read.to(dtype), mask=is_token[None, :] & is_value[:, None])
         by_value += HEADS * VALUE * CHUNK
         kept += 1
-    tl.store(own, state_VK.to(state.dtype.element_ty), mask=in_state)
+    for i in tl.static_range(PARTS):
+        in_state = (keys + i * PART < KEY)[None, :] & is_value[:, None]
+        tl.store(own + i * PART * VALUE, parts[i].to(state.dtype.element_ty), mask=in_state)
 
 
 def run_delta_chunks(
@@ -326,8 +347,7 @@ def run_delta_chunks(
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (key_size, value_size))
     sizes = {
         "HEADS": num_heads, "KEY": key_size, "VALUE": value_size,
-        "SHARE": num_heads // q.shape[1], "BLOCK_K": block_k, "CHUNK": chunk,
-        "PRECISION": precision,
+        "SHARE": num_heads // q.shape[1], "CHUNK": chunk, "PRECISION": precision,
     }  # fmt: skip
     num_places = count_places(num_tokens, num_rows, chunk)
     by_state = q.new_empty(num_tokens, num_heads, key_size)
@@ -341,13 +361,15 @@ def run_delta_chunks(
     _delta_chunk_kernel[num_places, num_heads](
         *made, q, k, v, *gates, cu_query_lens, scale, num_rows, num_tokens, num_places,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        HAS_L2NORM=l2norm, BLOCK_V=block_v, LEVELS=levels, INNER=inner, num_warps=4, num_stages=1,
-        **sizes,
+        HAS_L2NORM=l2norm, BLOCK_K=block_k, BLOCK_V=block_v, LEVELS=levels, INNER=inner,
+        num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
+    part = min(block_k, _KEY_PART)
     block_v = min(block_v, _VALUE_BLOCK if block_k <= 128 else _VALUE_BLOCK // 2)
     _delta_pass_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],
-        state.stride(0), state_offsets.stride(0), BLOCK_V=block_v,
-        num_warps=4, num_stages=1 if is_wide else _STAGES, **sizes,
+        state.stride(0), state_offsets.stride(0),
+        PARTS=triton.cdiv(key_size, part), PART=part, BLOCK_V=block_v, num_warps=4,
+        num_stages=1 if is_wide else _STAGES, **sizes,
     )  # fmt: skip
