@@ -12,7 +12,13 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
-from vllm._custom_ops.triton.state_rows import count_places, find_row, is_single_step, load_row
+from vllm._custom_ops.triton.state_rows import (
+    ROW_TABLES,
+    count_places,
+    find_row,
+    is_single_step,
+    load_row,
+)
 
 _CHUNK = 16  # tokens of a program; at least TAPS - 1, so that a row's first chunk alone reads state
 _BLOCK = 256  # channels of a program, 8 for each thread of a warp: loads of 16 bytes
@@ -91,7 +97,7 @@ def _move_state(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_TABLES)
 def _conv_chunk_kernel(
     out,
     x,
@@ -153,7 +159,7 @@ def _conv_chunk_kernel(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_TABLES)
 def _conv_walk_kernel(
     out,
     x,

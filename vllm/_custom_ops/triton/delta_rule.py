@@ -21,7 +21,7 @@ from vllm._custom_ops.triton.delta_chunks import run_delta_chunks
 from vllm._custom_ops.triton.gated_norm import gated_rms_norm
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
-from vllm._custom_ops.triton.state_rows import is_single_step, load_row, softplus
+from vllm._custom_ops.triton.state_rows import ROW_TABLES, is_single_step, load_row, softplus
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _MAX_TILE = 128 * 128  # numbers of a state that the registers of one program hold
@@ -75,7 +75,7 @@ def _load_key(x, token, token_stride, head_stride, head, at, mask, HAS_L2NORM: t
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_TABLES)
 def _delta_step_kernel(
     out,
     q,

@@ -25,7 +25,7 @@ from vllm._custom_ops.triton.overlap import (
     overlaps,
     prefetch_lines,
 )
-from vllm._custom_ops.triton.state_rows import is_single_step, load_row
+from vllm._custom_ops.triton.state_rows import ROW_TABLES, is_single_step, load_row
 
 _STEP_TILE = 64 * 128  # numbers of a state that a program of the walk holds
 FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
@@ -33,7 +33,7 @@ FETCHED_BYTES = 32 << 20  # states that L2 holds beside what the kernel before u
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_TABLES)
 def _mamba_step_kernel(
     out,
     x,

@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
-from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile, softplus
+from vllm._custom_ops.triton.state_rows import (
+    ROW_TABLES,
+    count_places,
+    find_row,
+    load_row,
+    load_tile,
+    softplus,
+)
 from vllm._custom_ops.triton.tensor_cores import plain_products
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
@@ -50,7 +57,7 @@ def limit_dt(dt, dt_min, dt_max):
 
 
 @_plain_launch
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_TABLES)
 def _mamba_decays_kernel(
     decays,
     dt,
@@ -94,7 +101,7 @@ def _mamba_decays_kernel(
 
 
 @_plain_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_TABLES)
 def _mamba_states_kernel(
     states,
     decays,
@@ -162,7 +169,7 @@ def _mamba_states_kernel(
 
 
 @_plain_launch
-@triton.jit(do_not_specialize=["num_rows", "heads_each"])
+@triton.jit(do_not_specialize=["num_rows", "heads_each"], do_not_specialize_on_alignment=ROW_TABLES)
 def _mamba_outputs_kernel(
     out,
     states,

@@ -134,7 +134,10 @@ def _multiply(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["alpha", "limit"])
+@triton.jit(
+    do_not_specialize=["alpha", "limit"],
+    do_not_specialize_on_alignment=["order", "ends", "block_experts", "block_starts"],
+)
 def _grouped_kernel(
     out,
     x,

@@ -28,6 +28,9 @@ _MAX_BASES = 4096
 
 _FILLED_BLOCKS = 128
 
+_TABLES = ("order", "bases", "ends", "block_experts", "block_starts")
+"""Lie one behind the other in one tensor; kernels are not compiled anew for where they begin."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routing:
@@ -173,7 +176,7 @@ def _lay_out(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+@triton.jit(do_not_specialize=["num_pairs", "max_blocks"], do_not_specialize_on_alignment=_TABLES)
 def _count_kernel(
     ids,
     order,
@@ -233,7 +236,7 @@ def _count_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=_TABLES)
 def _place_kernel(
     ids,
     order,

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROW_TABLES = ("state_offsets", "cu_query_lens", "num_computed", "lens")
+"""Kernels see parts of these that begin anywhere, and are not compiled anew for where."""
+
 _ROWS = tl.constexpr(128)  # lengths that a program compares at once
 
 
