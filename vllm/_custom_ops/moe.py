@@ -7,6 +7,8 @@ stacked, on a GPU the stacks are plain. The ops check their arguments; nothing h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from vllm._custom_ops.library import C
@@ -27,34 +29,49 @@ def topk_softmax(weights: Tensor, indices: Tensor, gating: Tensor, renormalize: 
     C.topk_softmax(weights, indices, gating, renormalize)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """How the experts of a token are chosen by its logits.
+
+    Attributes:
+        num_experts: experts to choose among, the first columns of the logits.
+        num_groups, num_chosen_groups: groups of neighbouring experts of the same size, at most 32,
+            and how many of them a token may use. A group counts as much as its best expert, with
+            sigmoids as its two best together.
+        num_shared: experts that every token takes beside the chosen ones; their numbers follow.
+        has_shared_gate: whether these weigh the sigmoid of their own logit, rounded; else 1.
+        is_sigmoid: whether an expert is scored by itself, not by a softmax over all.
+        renormalize: whether the chosen scores are divided by their sum plus `epsilon`.
+        scale: factor of the chosen experts' weights.
+    """
+
+    num_experts: int
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    num_shared: int = 0
+    has_shared_gate: bool = False
+    is_sigmoid: bool = False
+    renormalize: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+
 def choose_experts(
     weights: Tensor,
     indices: Tensor,
     logits: Tensor,
     correction: Tensor | None,
-    num_groups: int,
-    num_chosen_groups: int,
-    is_sigmoid: bool,
-    renormalize: bool,
-    epsilon: float,
-    scale: float,
+    choice: ExpertChoice,
 ) -> None:
-    """Choose the k best experts of each token's best groups; CUDA tensors only.
-
-    Scores are float32: sigmoids, or the softmax. A group counts as much as its best expert, with
-    sigmoids as its two best together.
+    """Choose the best experts of each token's best groups; CUDA tensors only.
 
     Args:
-        weights: float32 [T, k], scores of the chosen ones times `scale`.
-        indices: int32 [T, k], best first; equal ones in order of their number.
-        logits: float32, bfloat16 or float16 [T, E]; the last dimension is contiguous.
-        correction: float32 [E] or None; joins the choice but not the weights.
-        num_groups: groups of neighbouring experts of the same size; at most 32.
-        num_chosen_groups: how many of them a token may use.
-        is_sigmoid: whether an expert is scored by itself.
-        renormalize: whether the k scores are divided by their sum plus `epsilon`.
-        epsilon: see `renormalize`.
-        scale: factor of the weights.
+        weights: float32 [T, k + num_shared], best first; scores are computed in float32.
+        indices: int32 [T, k + num_shared]; equal ones in order of their number.
+        logits: float32, bfloat16 or float16 [T, at least num_experts], and num_shared more if they
+            have gates; the last dimension is contiguous.
+        correction: float32 [num_experts] or None; joins the choice but not the weights.
+        choice: how to choose.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
@@ -64,12 +81,15 @@ def choose_experts(
         indices,
         logits,
         correction,
-        num_groups,
-        num_chosen_groups,
-        is_sigmoid,
-        renormalize,
-        epsilon,
-        scale,
+        choice.num_experts,
+        choice.num_groups,
+        choice.num_chosen_groups,
+        choice.num_shared,
+        choice.has_shared_gate,
+        choice.is_sigmoid,
+        choice.renormalize,
+        choice.epsilon,
+        choice.scale,
     )
 
 

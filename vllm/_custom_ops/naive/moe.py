@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm._custom_ops.moe import ExpertChoice
 from vllm._custom_ops.naive import activation as activations
 from vllm._custom_ops.naive.linear import unpack_linear_weight
 
@@ -31,29 +32,32 @@ def choose_experts(
     indices: Tensor,
     logits: Tensor,
     correction: Tensor | None,
-    num_groups: int,
-    num_chosen_groups: int,
-    is_sigmoid: bool,
-    renormalize: bool,
-    epsilon: float,
-    scale: float,
+    choice: ExpertChoice,
 ) -> None:
     """Score, rank, leave the worse groups out, take the k best; ties go to the lower number."""
-    scores = logits.float()
-    scores = torch.sigmoid(scores) if is_sigmoid else torch.softmax(scores, -1)
+    k = weights.shape[1] - choice.num_shared
+    scores = logits[:, : choice.num_experts].float()
+    scores = torch.sigmoid(scores) if choice.is_sigmoid else torch.softmax(scores, -1)
     ranks = scores if correction is None else scores + correction
-    groups = ranks.unflatten(-1, (num_groups, -1))
-    best = groups.topk(min(2 if is_sigmoid else 1, groups.shape[-1]), dim=-1).values.sum(-1)
+    groups = ranks.unflatten(-1, (choice.num_groups, -1))
+    num_best = min(2 if choice.is_sigmoid else 1, groups.shape[-1])
+    best = groups.topk(num_best, dim=-1).values.sum(-1)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
     is_open = torch.zeros_like(best, dtype=torch.bool)
-    is_open.scatter_(1, order[:, :num_chosen_groups], True)
+    is_open.scatter_(1, order[:, : choice.num_chosen_groups], True)
     ranks = groups.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
-    chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, : weights.shape[1]]
+    chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :k]
     found = scores.gather(1, chosen)
-    if renormalize:
-        found = found / (found.sum(-1, keepdim=True) + epsilon)
-    weights.copy_(found * scale)
-    indices.copy_(chosen)
+    if choice.renormalize:
+        found = found / (found.sum(-1, keepdim=True) + choice.epsilon)
+    weights[:, :k] = found * choice.scale
+    indices[:, :k] = chosen
+    last = choice.num_experts + choice.num_shared
+    indices[:, k:] = torch.arange(choice.num_experts, last)
+    weights[:, k:] = 1.0
+    if choice.has_shared_gate:
+        gates = torch.sigmoid(logits[:, choice.num_experts : last].float())
+        weights[:, k:] = gates.to(logits.dtype).float()
 
 
 def fused_experts(

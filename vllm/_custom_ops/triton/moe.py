@@ -27,7 +27,7 @@ MAX_SINGLE_PAIRS = 64
 MAX_REPEATED_BYTES = 32 << 20
 """Pairs are sorted where one by one would read that many more weights: it takes as long."""
 
-MAX_PART_PAIRS = 1 << 16
+MAX_PART_PAIRS = 3 << 15
 """Bounds the memory between the products: more pairs are computed in parts of whole tokens."""
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")

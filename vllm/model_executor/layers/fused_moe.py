@@ -20,6 +20,9 @@ from vllm._custom_ops import moe as moe_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
+_MAX_SHARED = 4
+"""A larger MLP beside the experts is better multiplied at once."""
+
 
 class FusedMoE(PackedModule):
     """N gated MLPs of which each token takes the k most likely ones.
@@ -28,10 +31,13 @@ class FusedMoE(PackedModule):
         intermediate_size: inner size of one expert over all ranks.
         activation: "silu", "gelu" or "gelu_tanh".
         renormalize: whether the k probabilities are scaled to sum to 1.
+        shared_size: inner size over all ranks of an MLP that every token takes beside them, or 0.
 
     Attributes:
-        w13: [N, 2 I, E], gate rows then up rows of each expert; None once packed, on a CPU only.
-        w2: [N, E, I]; None once packed.
+        num_shared: as how many further experts a GPU keeps that MLP, see `hold_shared`; 0 is none.
+        w13: [N + num_shared, 2 I, E], gate rows then up rows of each expert; None once packed, on a
+            CPU only.
+        w2: [N + num_shared, E, I]; None once packed.
     """
 
     fields: ClassVar[tuple[str, ...]] = ("weight",)
@@ -49,6 +55,7 @@ class FusedMoE(PackedModule):
         renormalize: bool,
         dtype: torch.dtype,
         tp: TensorParallel,
+        shared_size: int = 0,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -59,12 +66,13 @@ class FusedMoE(PackedModule):
         self.activation = activation
         self.renormalize = renormalize
         self._tp = tp
-        self.w13: nn.Parameter | None = _make_weight(
-            num_experts, 2 * self.inner_size, hidden_size, dtype
-        )
-        self.w2: nn.Parameter | None = _make_weight(
-            num_experts, hidden_size, self.inner_size, dtype
-        )
+        self.num_shared = 0
+        if shared_size % intermediate_size == 0 and is_built_on_gpu():
+            num_shared = shared_size // intermediate_size
+            self.num_shared = num_shared if num_shared <= _MAX_SHARED else 0
+        count = num_experts + self.num_shared
+        self.w13: nn.Parameter | None = _make_weight(count, 2 * self.inner_size, hidden_size, dtype)
+        self.w2: nn.Parameter | None = _make_weight(count, hidden_size, self.inner_size, dtype)
         self.register_buffer("w13_packed", None, persistent=False)
         self.register_buffer("w2_packed", None, persistent=False)
 
@@ -97,6 +105,21 @@ class FusedMoE(PackedModule):
         self.w2_packed = _pack_experts(self.w2.data)
         self.w2 = None
 
+    def hold_shared(self, gate_up_RE: Tensor, down_EI: Tensor) -> None:
+        """Copy the weights of the MLP that every token takes behind those of the experts.
+
+        It is cut along its inner size into `num_shared` experts, whose results add up to its own.
+
+        Args:
+            gate_up_RE: [2 num_shared I, E], gate rows first.
+            down_EI: [E, num_shared I].
+        """
+        assert self.w13 is not None and self.w2 is not None
+        count, inner = self.num_shared, self.inner_size
+        parts = gate_up_RE.unflatten(0, (2, count, inner)).transpose(0, 1)  # [S, 2, I, E]
+        self.w13.data[self.num_experts :].copy_(parts.flatten(1, 2))
+        self.w2.data[self.num_experts :].copy_(down_EI.unflatten(1, (count, inner)).transpose(0, 1))
+
     def forward(self, x_TE: Tensor, router_TN: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
@@ -119,7 +142,7 @@ class FusedMoE(PackedModule):
         Args:
             x_TE: hidden states.
             weights_TK: float32 [T, k].
-            ids_TK: int32 [T, k].
+            ids_TK: int32 [T, k]; those from N on are shared experts.
         """
         w13 = self.w13 if x_TE.is_cuda else self.w13_packed
         w2 = self.w2 if x_TE.is_cuda else self.w2_packed
@@ -142,7 +165,7 @@ class FusedMoE(PackedModule):
         assert self.w13 is not None and self.w2 is not None
         act = _PLAIN_ACTIVATIONS[self.activation]
         total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
-        for expert in range(self.num_experts):
+        for expert in range(self.num_experts + self.num_shared):
             tokens, places = torch.where(ids_TK == expert)
             gate, up = F.linear(x_TE[tokens], self.w13[expert]).chunk(2, dim=-1)
             part = F.linear(act(gate) * up, self.w2[expert])
@@ -155,6 +178,11 @@ _PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def is_built_on_gpu() -> bool:
+    """Whether modules are being built on a GPU."""
+    return torch.get_default_device().type == "cuda"
 
 
 def _make_weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm._custom_ops import moe as moe_ops
+from vllm._custom_ops.moe import ExpertChoice
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -91,18 +92,16 @@ class SigmoidRouter(nn.Module):
         correction_N = None
         if self.correction is not None and sizes.correction is not None:
             correction_N = self.correction.vector(sizes.correction)
-        moe_ops.choose_experts(
-            weights_TK,
-            ids_TK,
-            logits_TN,
-            correction_N,
-            sizes.num_groups,
-            sizes.num_chosen_groups,
-            True,
-            sizes.renormalize,
-            sizes.epsilon,
-            sizes.scale,
+        choice = ExpertChoice(
+            num_experts=sizes.num_experts,
+            num_groups=sizes.num_groups,
+            num_chosen_groups=sizes.num_chosen_groups,
+            is_sigmoid=True,
+            renormalize=sizes.renormalize,
+            epsilon=sizes.epsilon,
+            scale=sizes.scale,
         )
+        moe_ops.choose_experts(weights_TK, ids_TK, logits_TN, correction_N, choice)
         return weights_TK, ids_TK
 
     def _rank(self, scores_TN: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm._custom_ops.activation import add_gated
+from vllm._custom_ops.moe import ExpertChoice
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec, Nothing
@@ -31,6 +32,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.model_executor.layers.shared_experts import append_gate, hold_shared, run_with_choice
+from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.heads import attend_heads
 from vllm.model_executor.models.shapes import (
     AttentionShape,
@@ -218,12 +221,13 @@ class MlpBlock(nn.Module):
         return self.down(self.gate_up.multiply_gated(x_TE, self.activation, self.activation_name))
 
 
-class MoeBlock(nn.Module):
+class MoeBlock(PackedModule):
     """A router, its experts and, in some families, one expert that every token takes."""
 
     def __init__(self, shape: MoeShape, context: BlockContext) -> None:
         super().__init__()
         self._tp = context.tp
+        self._shape = shape
         self.router = ReplicatedLinear(
             context.hidden_size, shape.num_experts, bias=False, dtype=context.dtype
         )
@@ -236,6 +240,7 @@ class MoeBlock(nn.Module):
             renormalize=shape.renormalize,
             dtype=context.dtype,
             tp=context.tp,
+            shared_size=shape.shared_size,
         )
         self.shared: MlpBlock | None = None
         self.shared_gate: ReplicatedLinear | None = None
@@ -250,8 +255,26 @@ class MoeBlock(nn.Module):
                 context.hidden_size, 1, bias=False, dtype=context.dtype
             )
 
+    def pack(self) -> None:
+        """Make the shared expert one of the mixture's where that keeps it so; see FusedMoE."""
+        if self.shared is None or not self.experts.num_shared:
+            return
+        hold_shared(self.experts, self.shared.gate_up, self.shared.down)
+        if self.shared_gate is not None:
+            append_gate(self.router, self.shared_gate)
+        self.shared = self.shared_gate = None
+
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
+        if self.experts.num_shared:
+            choice = ExpertChoice(
+                num_experts=self._shape.num_experts,
+                num_shared=self.experts.num_shared,
+                has_shared_gate=self._shape.has_shared_gate,
+                renormalize=self._shape.renormalize,
+            )
+            out_TE = run_with_choice(self.experts, x_TE, self.router(x_TE), choice)
+            return self._tp.all_reduce(out_TE)
         out_TE = self.experts(x_TE, self.router(x_TE))
         if self.shared is not None:
             shared_TE = self.shared(x_TE)

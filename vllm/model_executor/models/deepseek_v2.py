@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm._custom_ops import moe as moe_ops
+from vllm._custom_ops.moe import ExpertChoice
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.mla import LatentAttentionBlock, LatentSizes
+from vllm.model_executor.layers.shared_experts import hold_shared, run_with_choice
+from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.blocks import BlockContext, MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import read_mlp
@@ -165,8 +167,18 @@ class GroupedMoeShape:
         """See PartShape."""
         return GroupedMoeBlock(self, context)
 
+    def make_choice(self, num_shared: int) -> ExpertChoice:
+        """Return how experts are chosen, by an op that adds so many shared ones."""
+        return ExpertChoice(
+            num_experts=self.num_experts,
+            num_groups=self.num_groups,
+            num_chosen_groups=self.num_chosen_groups,
+            num_shared=num_shared,
+            scale=self.weight_scale,
+        )
 
-class GroupedMoeBlock(nn.Module):
+
+class GroupedMoeBlock(PackedModule):
     """A float32 router, its experts and the shared ones."""
 
     def __init__(self, shape: GroupedMoeShape, context: BlockContext) -> None:
@@ -183,17 +195,25 @@ class GroupedMoeBlock(nn.Module):
             renormalize=False,
             dtype=context.dtype,
             tp=context.tp,
+            shared_size=shape.shared_size,
         )
         self.shared: MlpBlock | None = None
         if shape.shared_size:
             mlp = MlpShape(intermediate_size=shape.shared_size, activation=shape.activation)
             self.shared = MlpBlock(mlp, context, is_partial=True)
 
+    def pack(self) -> None:
+        """Make the shared experts some of the mixture's where that keeps them so; see FusedMoE."""
+        if self.shared is not None and self.experts.num_shared:
+            hold_shared(self.experts, self.shared.gate_up, self.shared.down)
+            self.shared = None
+
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
         logits_TN = self.router(x_TE)
-        if self._shape.num_groups == 1 and self._shape.weight_scale == 1.0:
-            out_TE = self.experts(x_TE, logits_TN)
+        if logits_TN.is_cuda or self.experts.num_shared:
+            choice = self._shape.make_choice(self.experts.num_shared)
+            out_TE = run_with_choice(self.experts, x_TE, logits_TN, choice)
         else:
             weights_TK, ids_TK = choose_in_groups(logits_TN, self._shape)
             out_TE = self.experts.run_chosen(x_TE, weights_TK, ids_TK)
@@ -207,8 +227,6 @@ def choose_in_groups(logits_TN: Tensor, shape: GroupedMoeShape) -> tuple[Tensor,
 
     The groups are ranked by their best expert.
     """
-    if logits_TN.is_cuda:
-        return _choose_by_op(logits_TN, shape)
     scores_TN = logits_TN.softmax(dim=-1)
     if shape.num_groups > 1:
         scores_TGN = scores_TN.unflatten(-1, (shape.num_groups, -1))
@@ -218,21 +236,3 @@ def choose_in_groups(logits_TN: Tensor, shape: GroupedMoeShape) -> tuple[Tensor,
         scores_TN = scores_TGN.masked_fill(~is_open_TG[:, :, None], 0.0).flatten(1)
     chosen = scores_TN.topk(shape.num_chosen, dim=-1)
     return chosen.values * shape.weight_scale, chosen.indices.to(torch.int32)
-
-
-def _choose_by_op(logits_TN: Tensor, shape: GroupedMoeShape) -> tuple[Tensor, Tensor]:
-    weights_TK = logits_TN.new_empty(logits_TN.shape[0], shape.num_chosen, dtype=torch.float32)
-    ids_TK = torch.empty_like(weights_TK, dtype=torch.int32)
-    moe_ops.choose_experts(
-        weights_TK,
-        ids_TK,
-        logits_TN,
-        None,
-        shape.num_groups,
-        shape.num_chosen_groups,
-        False,
-        False,
-        0.0,
-        shape.weight_scale,
-    )
-    return weights_TK, ids_TK

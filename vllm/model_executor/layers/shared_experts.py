@@ -1,0 +1,55 @@
+"""A mixture and the MLP that every token takes beside it, in one pass over memory on a GPU.
+
+Called by `models/blocks.py` and `models/deepseek_v2.py`. The MLP becomes further experts of the
+mixture, which every token chooses, and its gate a further column of the router: five launches less
+in a layer, each of which costs a decode step about as much as what it computes.
+
+Shapes: T tokens, E hidden size, N experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm._custom_ops import moe as moe_ops
+from vllm._custom_ops.moe import ExpertChoice
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.linear import Linear
+
+_ROW_MULTIPLE = 16
+"""Of the router's outputs, so that rows of logits are aligned."""
+
+
+def hold_shared(experts: FusedMoE, gate_up: Linear, down: Linear) -> None:
+    """Copy the weights of the MLP that every token takes into the mixture's stacks."""
+    assert gate_up.weight is not None and down.weight is not None
+    experts.hold_shared(gate_up.weight.data, down.weight.data)
+
+
+def append_gate(router: Linear, gate: Linear) -> None:
+    """Make the gate's output follow those of the router."""
+    assert router.weight is not None and gate.weight is not None
+    rows = torch.cat((router.weight.data, gate.weight.data))
+    padding = -rows.shape[0] % _ROW_MULTIPLE
+    rows = nn.functional.pad(rows, (0, 0, 0, padding))
+    router.weight = nn.Parameter(rows, requires_grad=False)
+    router.output_size = rows.shape[0]
+
+
+def run_with_choice(
+    experts: FusedMoE, x_TE: Tensor, logits_TN: Tensor, choice: ExpertChoice
+) -> Tensor:
+    """Return the weighted sum of each token's chosen and shared experts, [T, E].
+
+    Args:
+        experts: holds the shared ones too.
+        x_TE: hidden states.
+        logits_TN: of the router, see `choose_experts`.
+        choice: how experts are chosen.
+    """
+    num_columns = experts.num_chosen + choice.num_shared
+    weights_TK = x_TE.new_empty(x_TE.shape[0], num_columns, dtype=torch.float32)
+    ids_TK = torch.empty_like(weights_TK, dtype=torch.int32)
+    moe_ops.choose_experts(weights_TK, ids_TK, logits_TN, None, choice)
+    return experts.run_chosen(x_TE, weights_TK, ids_TK)
