@@ -244,7 +244,7 @@ def _delta_pass_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take BLOCK_V columns of one head's state, PARTS tiles of PART keys, through a row's chunks."""
+    """Take BLOCK_V columns of a head's state, PARTS tiles of PART keys, through a row's chunks."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     begin, end, computed = load_row(row, cu_query_lens, num_computed, False)
