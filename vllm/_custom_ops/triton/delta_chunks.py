@@ -259,7 +259,7 @@ def _delta_pass_kernel(
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (KEY * VALUE)
     own = own + keys[None, :] * VALUE + values[:, None]
-    parts = ()
+    parts = ()  # type: tuple[tl.tensor, ...]
     for i in tl.static_range(PARTS):
         in_state = (keys + i * PART < KEY)[None, :] & is_value[:, None] & (computed > 0)
         loaded = tl.load(own + i * PART * VALUE, mask=in_state, other=0.0).to(tl.float32)
@@ -298,7 +298,7 @@ def _delta_pass_kernel(
             old = parts[i].to(dtype)
             read = tl.dot(old, tl.trans(query), read, input_precision=PRECISION)
         written = (change * change_factor[None, :]).to(dtype)
-        new = ()
+        new = ()  # type: tuple[tl.tensor, ...]
         for i in tl.static_range(PARTS):
             at_K = i * PART + keys
             key = load_tile(k, tokens, at_K, is_token, at_K < KEY, k_stride)
