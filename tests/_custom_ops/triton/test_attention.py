@@ -17,6 +17,7 @@ from vllm._custom_ops.naive import attention as naive
 from vllm._custom_ops.triton import attention as ops
 from vllm._custom_ops.triton import attention_decode, attention_prefill
 from vllm._custom_ops.triton.attention_args import AttentionArgs
+from vllm._custom_ops.triton.attention_decode import chunk_attention
 from vllm._custom_ops.triton.attention_shape import (
     Splits,
     count_splits,
@@ -215,9 +216,9 @@ def test_long_rows_are_split_and_folded(device: str, mask: str) -> None:
     check(problem, device, **MASKS[mask])
 
 
-def attend(arguments: dict[str, Any], num_decode_rows: int, max_seq_len: int) -> Tensor:
-    """Run the backend's entry on arguments of the op."""
-    args = AttentionArgs(
+def make_args(arguments: dict[str, Any]) -> AttentionArgs:
+    """Return arguments of the op as the backend gives them."""
+    return AttentionArgs(
         out=arguments["out_THD"],
         query=arguments["query_THD"],
         key_cache=arguments["key_cache"],
@@ -234,9 +235,13 @@ def attend(arguments: dict[str, Any], num_decode_rows: int, max_seq_len: int) ->
         fresh_key=arguments["fresh_key_THD"],
         fresh_value=arguments["fresh_value_THD"],
     )
+
+
+def attend(arguments: dict[str, Any], num_decode_rows: int, max_seq_len: int) -> Tensor:
+    """Run the backend's entry on arguments of the op."""
     lens = arguments["cu_query_lens"].diff()
     ops.attend(
-        args,
+        make_args(arguments),
         num_decode_rows=num_decode_rows,
         max_query_len=int(lens.max()),
         max_seq_len=max_seq_len,
@@ -261,6 +266,25 @@ def test_prompts_need_no_cache(device: str) -> None:
     arguments = move(problem.arguments(), device)
     arguments |= {"key_cache": None, "value_cache": None, "block_offsets_BN": None}
     assert torch.equal(attend(arguments, 0, 4096).cpu(), expected)
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_short_ends_of_prompts_are_split(device: str, mask: dict[str, Any], is_fresh: bool) -> None:
+    problem = Problem(
+        rows=((90, 1), (300, 20), (0, 70), (150, 3)), heads=6, kv_heads=2, is_fresh=is_fresh
+    )
+    arguments = problem.arguments(**mask)
+    expected = arguments["out_THD"].clone()
+    naive.paged_attention(**(arguments | {"out_THD": expected}))
+    moved = move(arguments, device)
+    rows = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    chunk_attention(make_args(moved), rows, 20, 320)
+    found = moved["out_THD"].cpu()
+    for tokens in (slice(1, 21), slice(91, 94)):
+        torch.testing.assert_close(found[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
+    assert found[:1].isnan().all()
+    assert found[21:91].isnan().all()
 
 
 @pytest.mark.parametrize("mask", ["full", "window", "all"])

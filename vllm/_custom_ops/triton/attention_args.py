@@ -74,6 +74,11 @@ class AttentionArgs:
         return rows.shape[-2]
 
     @property
+    def group(self) -> int:
+        """Query heads that share a head of K and V."""
+        return self.query.shape[1] // self.num_kv_heads
+
+    @property
     def has_one_field(self) -> bool:
         """Whether a row is key and value at once."""
         if self.key_cache is None or self.value_cache is None:

@@ -25,6 +25,7 @@ from vllm._custom_ops.triton.attention_tile import (
     locate_rows,
     point_rows,
     scale_logits,
+    sees,
     step_softmax,
     store_head,
 )
@@ -109,9 +110,7 @@ def _attend_tile(
     if IS_MASKED:
         is_seen = position[None, :] <= query_position[:, None]
         if not IS_CAUSAL_ONLY:
-            from_here = first_visible(query_position, window, chunk_tokens)
-            is_near = position[None, :] >= from_here[:, None]
-            is_seen &= is_near | (position < sink_tokens)[None, :]
+            is_seen = sees(query_position, position, window, sink_tokens, chunk_tokens)
         products = tl.where(is_seen, products, float("-inf"))
     unit = 1.0 if HAS_SOFT_CAP else scale * 1.4426950408889634
     weights, factor, biggest, total = step_softmax(products, unit, biggest, total)
@@ -316,7 +315,7 @@ def prefill_attention(
         first_row,
         min_query_len,
         *strides,
-        GROUP=num_heads // args.num_kv_heads,
+        GROUP=args.group,
         HEAD_SIZE=head_size,
         MAIN=main,
         TAIL=tail,

@@ -98,6 +98,19 @@ def fit_decode_tile(
 
 
 @functools.cache
+def fit_chunk_tile(head_size: int, itemsize: int) -> Tile:
+    """Return the tile of rows with few new tokens: many pairs of token and head share a KV head."""
+    row_bytes = sum(split_head(head_size)) * itemsize
+    if itemsize == 4:
+        return Tile(block_m=16, block_n=32 if row_bytes <= 512 else 16, num_warps=8, num_stages=1)
+    if row_bytes <= 256:
+        return Tile(block_m=64, block_n=64, num_warps=4, num_stages=3)
+    if row_bytes <= 512:
+        return Tile(block_m=64, block_n=32, num_warps=8, num_stages=3)
+    return Tile(block_m=32, block_n=32, num_warps=8, num_stages=3)
+
+
+@functools.cache
 def fit_prefill_tile(
     head_size: int, itemsize: int, has_one_field: bool, device: torch.device
 ) -> Tile:

@@ -23,6 +23,14 @@ def first_visible(position, window, chunk_tokens):
 
 
 @triton.jit
+def sees(query_position, position, window, sink_tokens, chunk_tokens):
+    """Return which keys each query sees, [M, N], from positions [M] and [N]."""
+    from_here = first_visible(query_position, window, chunk_tokens)[:, None]
+    is_near = (position[None, :] >= from_here) | (position < sink_tokens)[None, :]
+    return is_near & (position[None, :] <= query_position[:, None])
+
+
+@triton.jit
 def count_tiles(first, last, sink_tokens, BLOCK_N: tl.constexpr):
     """Count the tiles that hold keys first … last, or sink tokens before them.
 
