@@ -1,0 +1,54 @@
+"""The steps whose kernels are compiled ahead: shapes only, nothing is launched here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm.worker.block_table import GroupGeometry
+from vllm.worker.gpu_model_runner import RunnerLimits
+from vllm.worker.gpu_warmup import list_steps, make_step
+
+
+def make_limits(num_seqs: int, model_len: int, num_tokens: int) -> RunnerLimits:
+    return RunnerLimits(
+        max_num_seqs=num_seqs,
+        max_model_len=model_len,
+        max_num_batched_tokens=num_tokens,
+        has_graphs=True,
+    )
+
+
+@pytest.mark.parametrize("limits", [(256, 8192, 2048), (1, 64, 64), (8, 17, 512), (2, 1, 1)])
+def test_steps_are_within_the_limits(limits: tuple[int, int, int]) -> None:
+    num_seqs, model_len, num_tokens = limits
+    for new_lens, computed_lens in list_steps(make_limits(*limits)):
+        assert len(new_lens) == len(computed_lens) <= num_seqs
+        assert sum(new_lens) <= num_tokens
+        assert all(n + c <= model_len for n, c in zip(new_lens, computed_lens, strict=True))
+        assert max(new_lens) > 1, "decode steps are others"
+
+
+def test_a_step_is_stored_nowhere() -> None:
+    paged = GroupGeometry(
+        block_tokens=16, blocks_per_superblock=4, superblock_units=8, block_units=2, pad_offset=6
+    )
+    state = GroupGeometry(
+        block_tokens=1,
+        blocks_per_superblock=1,
+        superblock_units=8,
+        block_units=8,
+        pad_offset=8,
+        is_per_sequence=True,
+    )
+    step = make_step([1, 20], [40, 3], [paged, state], device=torch.device("cpu"))
+    assert step.positions.tolist() == [40, *range(3, 23)]
+    assert step.cu_query_lens.tolist() == [0, 1, 21]
+    assert step.seq_lens.tolist() == [41, 23]
+    assert step.logits_rows.tolist() == [0, 20]
+    assert (step.max_query_len, step.max_seq_len, step.num_decode_rows) == (20, 41, 1)
+    first, second = step.groups
+    assert first.block_offsets.tolist() == [[6, 6, 6]] * 2
+    assert first.slots.tolist() == [[-1, -1]] * 21
+    assert second.block_offsets.tolist() == [[8], [8]]
+    assert second.slots.shape == (0, 2)
