@@ -106,10 +106,14 @@ class Doorkeeper:
             self.exclusive = None
         return self._roster.waiting.peek()
 
-    def plan_entry(self, budget: int) -> Entry | None:
+    def plan_entry(self, budget: int, *, may_cut: bool = True) -> Entry | None:
         """Return room for the next waiting sequence within `budget` tokens, or None.
 
         Nobody overtakes a sequence that finds no room.
+
+        Args:
+            budget: tokens of its first chunk at most.
+            may_cut: whether this may be a part of what a whole step could take.
         """
         sequence = self.next_waiting()
         if sequence is None:
@@ -126,9 +130,8 @@ class Doorkeeper:
             return None  # no block has become free since, and none is reserved for fewer others
         hit = self._match(sequence)
         remaining = len(sequence.token_ids) - hit.num_tokens
-        may_cut = (
-            self._config.enable_chunked_prefill or remaining > self._config.max_num_batched_tokens
-        )
+        must_cut = remaining > self._config.max_num_batched_tokens
+        may_cut = must_cut or (may_cut and self._config.enable_chunked_prefill)
         if budget < remaining and not may_cut:
             return None
         admission = self._plan_admission(sequence, hit, min(remaining, budget))

@@ -7,6 +7,9 @@ from vllm.core.roster import Roster
 from vllm.sequence import Sequence
 from vllm.step import BlockCopy, NewRow, PlanRow, StepPlan
 
+_LEFTOVER_DIVISOR = 8
+"""Less than this part of a step's tokens is too little to begin a prompt that must be cut."""
+
 
 class StepDraft:
     """Collects what the scheduler decides for one step.
@@ -19,12 +22,13 @@ class StepDraft:
     """
 
     __slots__ = (
-        "_new_rows", "_no_blocks", "_prefill_rows", "_prefills", "_roster", "budget", "copies",
-        "decode_rows", "decodes", "is_short",
+        "_max_tokens", "_new_rows", "_no_blocks", "_prefill_rows", "_prefills", "_roster", "budget",
+        "copies", "decode_rows", "decodes", "is_short",
     )  # fmt: skip
 
     def __init__(self, budget: int, roster: Roster, no_blocks: NewBlocks) -> None:
         self.budget = budget
+        self._max_tokens = budget
         self.is_short = False
         self.copies: list[BlockCopy] = []
         self.decodes: list[Sequence] = []
@@ -34,6 +38,17 @@ class StepDraft:
         self._new_rows: list[NewRow] = []
         self._roster = roster
         self._no_blocks = no_blocks
+
+    @property
+    def may_begin_cut(self) -> bool:
+        """Whether a prompt that a whole step could take may begin here and end in the next.
+
+        Not in the small rest that other prompts leave: its tokens would save the next step little,
+        but its attention would run twice, over a cached prefix the second time, and cut the prompts
+        behind it in turn. Decode rows alone never keep it out, so that it waits for other prompts
+        only.
+        """
+        return not self._prefills or _LEFTOVER_DIVISOR * self.budget >= self._max_tokens
 
     @property
     def sequences(self) -> list[Sequence]:

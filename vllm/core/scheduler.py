@@ -275,7 +275,7 @@ class Scheduler:
     def _schedule_waiting(self, draft: StepDraft) -> None:
         """Admit waiting sequences in rank order until budget, seats or blocks run out."""
         while draft.budget > 0:
-            entry = self._doorkeeper.plan_entry(draft.budget)
+            entry = self._doorkeeper.plan_entry(draft.budget, may_cut=draft.may_begin_cut)
             if entry is None:
                 return
             sequence = entry.sequence
