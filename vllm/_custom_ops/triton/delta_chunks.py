@@ -39,6 +39,7 @@ _SUB = tl.constexpr(16)  # tokens whose triangle is inverted by substitution
 _VALUE_BLOCK = 64  # columns of the state in a program, 16 for each of its four warps
 _KEY_PART = 64  # rows of the state in a tile: operands of one tile fit in registers beside it
 _STAGES = 2
+_CHUNK_REGISTERS = 168  # three programs a processor
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
 
@@ -100,10 +101,10 @@ def _store_tile(x, value, tokens, at, is_token, is_at, stride):
 
 
 @triton.jit
-def _inverse_length(x):
-    """Return 1 / sqrt(sum of squares + epsilon) of each row."""
+def _sum_squares(x):
+    """Return the sum of squares of each row."""
     wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, axis=1) + _L2_EPSILON)
+    return tl.sum(wide * wide, axis=1)
 
 
 @_plain_launch
@@ -135,8 +136,10 @@ def _delta_chunk_kernel(
     VALUE: tl.constexpr,
     SHARE: tl.constexpr,
     HAS_L2NORM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,
+    VALUE_PART: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
     INNER: tl.constexpr,
@@ -159,47 +162,61 @@ def _delta_chunk_kernel(
     at = tl.arange(0, CHUNK)
     is_token = first + at < end
     tokens = (first + at).to(tl.int64)
-    keys, values = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    is_key, is_value = keys < KEY, values < VALUE
     dtype = k.dtype.element_ty
 
     step = tl.load(g + tokens * HEADS + head, mask=is_token, other=0.0)
     decay, total = tl.cumsum(step, axis=0), tl.sum(step, axis=0)
     rate = tl.load(beta + tokens * HEADS + head, mask=is_token, other=0.0)
-    key = load_tile(k + head // SHARE * k_head, tokens, keys, is_token, is_key, k_stride)
-    query = load_tile(q + head // SHARE * q_head, tokens, keys, is_token, is_key, q_stride)
-    key_factor = tl.full([CHUNK], 1.0, tl.float32)
-    query_factor = tl.full([CHUNK], 1.0, tl.float32) * scale
+    keys = ()  # type: tuple[tl.tensor, ...]
+    below = tl.zeros([CHUNK, CHUNK], tl.float32)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    key_factor = tl.zeros([CHUNK], tl.float32)
+    query_factor = tl.zeros([CHUNK], tl.float32)
+    for i in tl.static_range(PARTS):
+        at_K = i * PART + tl.arange(0, PART)
+        key = load_tile(k + head // SHARE * k_head, tokens, at_K, is_token, at_K < KEY, k_stride)
+        query = load_tile(q + head // SHARE * q_head, tokens, at_K, is_token, at_K < KEY, q_stride)
+        below = tl.dot(key, tl.trans(key), below, input_precision=PRECISION)
+        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
+        key_factor += _sum_squares(key)
+        query_factor += _sum_squares(query)
+        keys = keys + (key,)  # noqa: RUF005 - the compiler knows no stars
     if HAS_L2NORM:  # as factors of the products, so that operands are not rounded again
-        key_factor = _inverse_length(key)
-        query_factor = _inverse_length(query) * scale
+        key_factor = tl.rsqrt(key_factor + _L2_EPSILON)
+        query_factor = tl.rsqrt(query_factor + _L2_EPSILON) * scale
+    else:
+        key_factor = tl.full([CHUNK], 1.0, tl.float32)
+        query_factor = tl.full([CHUNK], 1.0, tl.float32) * scale
 
     is_before = at[:, None] > at[None, :]
     gaps = tl.where(at[:, None] >= at[None, :], decay[:, None] - decay[None, :], float("-inf"))
     gaps = tl.exp(gaps)
-    below = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     scores *= gaps * key_factor[None, :] * query_factor[:, None]
     own = tl.sum(tl.where(at[:, None] == at[None, :], scores, 0.0), axis=1)
     scores = tl.where(is_before, scores, 0.0)
     attention += head * CHUNK
     _store_tile(attention, scores, tokens, at, is_token, at < CHUNK, HEADS * CHUNK)
 
-    value = load_tile(v + head * v_head, tokens, values, is_token, is_value, v_stride)
     below *= key_factor[:, None] * (rate * key_factor)[None, :]
     inverse = _invert(tl.where(is_before, below, 0.0), CHUNK, LEVELS, INNER, PRECISION)
 
     # With the keys as they are. Ratios of lengths keep the ones on the diagonal.
     mixed = inverse * key_factor[None, :] * (1.0 / key_factor)[:, None]
-    made = tl.dot(mixed.to(dtype), key, input_precision=PRECISION)
-    made *= -(rate * tl.exp(decay) * key_factor)[:, None]
-    _store_tile(by_state + head * KEY, made, tokens, keys, is_token, is_key, HEADS * KEY)
+    mixed = mixed.to(dtype)
+    rates = -(rate * tl.exp(decay) * key_factor)
+    for i in tl.static_range(PARTS):
+        made = tl.dot(mixed, keys[i], input_precision=PRECISION) * rates[:, None]
+        at_K = i * PART + tl.arange(0, PART)
+        _store_tile(by_state + head * KEY, made, tokens, at_K, is_token, at_K < KEY, HEADS * KEY)
 
     mixed = tl.trans((inverse * gaps).to(dtype))
-    made = tl.dot(tl.trans(value), mixed, input_precision=PRECISION) * rate[None, :]
     by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
-    by_value = by_value + values[:, None] * CHUNK + at[None, :]
-    tl.store(by_value, made.to(dtype), mask=is_value[:, None])
+    for i in tl.static_range(VALUE_PARTS):
+        at_V = i * VALUE_PART + tl.arange(0, VALUE_PART)
+        value = load_tile(v + head * v_head, tokens, at_V, is_token, at_V < VALUE, v_stride)
+        made = tl.dot(tl.trans(value), mixed, input_precision=PRECISION) * rate[None, :]
+        at_out = by_value + at_V[:, None] * CHUNK + at[None, :]
+        tl.store(at_out, made.to(dtype), mask=(at_V < VALUE)[:, None])
 
     factors += head * num_tokens + tokens
     part = HEADS * num_tokens
@@ -345,6 +362,7 @@ def run_delta_chunks(
     is_wide = q.dtype == torch.float32
     chunk, levels, precision = (32, 5, "tf32x3") if is_wide else (64, 6, "tf32")
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (key_size, value_size))
+    part, value_part = min(block_k, _KEY_PART), min(block_v, _VALUE_BLOCK)
     sizes = {
         "HEADS": num_heads, "KEY": key_size, "VALUE": value_size,
         "SHARE": num_heads // q.shape[1], "CHUNK": chunk, "PRECISION": precision,
@@ -361,10 +379,11 @@ def run_delta_chunks(
     _delta_chunk_kernel[num_places, num_heads](
         *made, q, k, v, *gates, cu_query_lens, scale, num_rows, num_tokens, num_places,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        HAS_L2NORM=l2norm, BLOCK_K=block_k, BLOCK_V=block_v, LEVELS=levels, INNER=inner,
-        num_warps=4, num_stages=1, **sizes,
+        HAS_L2NORM=l2norm, PARTS=triton.cdiv(key_size, part), PART=part,
+        VALUE_PARTS=triton.cdiv(value_size, value_part), VALUE_PART=value_part,
+        LEVELS=levels, INNER=inner,
+        num_warps=4, num_stages=1, maxnreg=None if is_wide else _CHUNK_REGISTERS, **sizes,
     )  # fmt: skip
-    part = min(block_k, _KEY_PART)
     block_v = min(block_v, _VALUE_BLOCK if block_k <= 128 else _VALUE_BLOCK // 2)
     _delta_pass_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
