@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm.utils.math import cdiv
 
 _WIDTH = 1024  # table entries that one program copies
 
@@ -92,7 +93,7 @@ def prepare_decode_tokens(
     num_rows = row_indices.shape[0]
     block = 128
     is_overlapped = overlaps(row_indices.device)
-    _tokens_kernel[(triton.cdiv(num_rows, block),)](
+    _tokens_kernel[(cdiv(num_rows, block),)](
         input_ids,
         positions,
         seq_lens,
@@ -120,7 +121,7 @@ def prepare_decode_group(
     """See the door."""
     num_rows, num_blocks = block_offsets.shape
     is_overlapped = overlaps(row_indices.device)
-    _group_kernel[(num_rows, triton.cdiv(num_blocks, _WIDTH))](
+    _group_kernel[(num_rows, cdiv(num_blocks, _WIDTH))](
         block_offsets,
         slots,
         row_indices,

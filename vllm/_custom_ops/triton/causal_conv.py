@@ -19,6 +19,7 @@ from vllm._custom_ops.triton.state_rows import (
     is_single_step,
     load_row,
 )
+from vllm.utils.math import cdiv
 
 _CHUNK = 16  # tokens of a program; at least TAPS - 1, so that a row's first chunk alone reads state
 _BLOCK = 256  # channels of a program, 8 for each thread of a warp: loads of 16 bytes
@@ -242,7 +243,7 @@ def _walk(
     num_channels = x_TC.shape[1]
     gate_in, gate_out = (x_TC, x_TC) if gates is None else gates
     is_overlapped = overlaps(x_TC.device)
-    _conv_walk_kernel[triton.cdiv(num_channels, _BLOCK), rows[0].shape[0]](
+    _conv_walk_kernel[cdiv(num_channels, _BLOCK), rows[0].shape[0]](
         out_TC, x_TC, gate_in, gate_out, weight_CK, bias_C, state, *rows, num_channels,
         out_TC.stride(0), x_TC.stride(0), gate_in.stride(0), gate_out.stride(0),
         weight_CK.stride(1), state.stride(0), state.stride(2), rows[0].stride(0),
@@ -278,7 +279,7 @@ def causal_conv1d(
     if is_single_step(num_tokens, cu_query_lens):
         _walk(out_TC, x_TC, None, weight_CK, bias_C, state, rows, is_after=False, silu=silu)
         return
-    grid = triton.cdiv(num_channels, _BLOCK), count_places(num_tokens, num_rows, _CHUNK)
+    grid = cdiv(num_channels, _BLOCK), count_places(num_tokens, num_rows, _CHUNK)
     _conv_chunk_kernel[grid](
         out_TC, x_TC, weight_CK, bias_C, state, *rows, num_rows, num_channels,
         out_TC.stride(0), x_TC.stride(0), weight_CK.stride(1), state.stride(0), state.stride(2),

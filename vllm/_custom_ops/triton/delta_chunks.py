@@ -33,6 +33,7 @@ from torch import Tensor
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
 from vllm._custom_ops.triton.tensor_cores import plain_products
+from vllm.utils.math import cdiv, next_power
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _SUB = tl.constexpr(16)  # tokens whose triangle is inverted by substitution
@@ -361,7 +362,7 @@ def run_delta_chunks(
     # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
     is_wide = q.dtype == torch.float32
     chunk, levels, precision = (32, 5, "tf32x3") if is_wide else (64, 6, "tf32")
-    block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (key_size, value_size))
+    block_k, block_v = (max(16, next_power(n)) for n in (key_size, value_size))
     part, value_part = min(block_k, _KEY_PART), min(block_v, _VALUE_BLOCK)
     sizes = {
         "HEADS": num_heads, "KEY": key_size, "VALUE": value_size,
@@ -379,16 +380,16 @@ def run_delta_chunks(
     _delta_chunk_kernel[num_places, num_heads](
         *made, q, k, v, *gates, cu_query_lens, scale, num_rows, num_tokens, num_places,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        HAS_L2NORM=l2norm, PARTS=triton.cdiv(key_size, part), PART=part,
-        VALUE_PARTS=triton.cdiv(value_size, value_part), VALUE_PART=value_part,
+        HAS_L2NORM=l2norm, PARTS=cdiv(key_size, part), PART=part,
+        VALUE_PARTS=cdiv(value_size, value_part), VALUE_PART=value_part,
         LEVELS=levels, INNER=inner,
         num_warps=4, num_stages=1, maxnreg=None if is_wide else _CHUNK_REGISTERS, **sizes,
     )  # fmt: skip
     block_v = min(block_v, _VALUE_BLOCK if block_k <= 128 else _VALUE_BLOCK // 2)
-    _delta_pass_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
+    _delta_pass_kernel[cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],
         state.stride(0), state_offsets.stride(0),
-        PARTS=triton.cdiv(key_size, part), PART=part, BLOCK_V=block_v, num_warps=4,
+        PARTS=cdiv(key_size, part), PART=part, BLOCK_V=block_v, num_warps=4,
         num_stages=1 if is_wide else _STAGES, **sizes,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from vllm._custom_ops.triton.gated_norm import gated_rms_norm
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, is_single_step, load_row, softplus
+from vllm.utils.math import cdiv, next_power
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _MAX_TILE = 128 * 128  # numbers of a state that the registers of one program hold
@@ -202,7 +203,7 @@ def _run_steps(
     state_offsets, cu_query_lens, lens = rows
     _, num_heads, value_size = v.shape
     key_size, num_rows = q.shape[2], state_offsets.shape[0]
-    block_k, block_v = (triton.next_power_of_2(n) for n in (key_size, value_size))
+    block_k, block_v = (next_power(n) for n in (key_size, value_size))
     is_small = block_k * block_v <= _MAX_TILE and num_rows * num_heads <= FEW_HEADS
     has_norm = raw is not None and is_small
     if not has_norm:
@@ -214,7 +215,7 @@ def _run_steps(
     )
     is_large = block_k * block_v >= _MAX_TILE
     is_overlapped = overlaps(q.device)
-    _delta_step_kernel[triton.cdiv(value_size, block_v), num_heads, num_rows](
+    _delta_step_kernel[cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, q, k, v, *gates, gate, a_log, dt_bias, weight, state, state_offsets,
         cu_query_lens, lens, scale, epsilon,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
@@ -248,7 +249,7 @@ def delta_rule_gates(
     if not num_tokens:
         return
     block = 256
-    _gates_kernel[(triton.cdiv(num_tokens * num_heads, block),)](
+    _gates_kernel[(cdiv(num_tokens * num_heads, block),)](
         g_TH,
         beta_TH,
         a_TH,

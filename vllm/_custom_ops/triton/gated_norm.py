@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm.utils.math import cdiv, next_power
 
 _TILE = 1024  # numbers of a program, in whole groups
 
@@ -72,12 +73,12 @@ def gated_rms_norm(
     num_tokens, num_channels = x_TC.shape
     if not num_tokens:
         return
-    block = triton.next_power_of_2(group_size)
+    block = next_power(group_size)
     groups = max(1, _TILE // block)
     groups_per_token = num_channels // group_size
     num_groups = num_tokens * groups_per_token
     is_overlapped = overlaps(x_TC.device)
-    _gated_norm_kernel[(triton.cdiv(num_groups, groups),)](
+    _gated_norm_kernel[(cdiv(num_groups, groups),)](
         out_TC,
         x_TC,
         gate_TC,

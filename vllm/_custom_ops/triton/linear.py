@@ -39,6 +39,7 @@ from vllm._custom_ops.triton.product import (
     multiply_tile,
 )
 from vllm.errors import ShapeError
+from vllm.utils.math import cdiv, next_power
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RELU2 = "relu2"
@@ -206,7 +207,7 @@ def launch_skinny(
     is_gated = activation in GATED_ACTIVATIONS
     num_sms, has_overlap = count_sms(x_TK.device), overlaps(x_TK.device)
     num_splits, split_blocks = count_splits(config, num_outputs, k, num_sms)
-    num_tiles = triton.cdiv(num_outputs, config.block_n)
+    num_tiles = cdiv(num_outputs, config.block_n)
     ahead = count_ahead(
         config, num_programs=num_tiles * num_splits, num_columns=split_blocks * config.block_k,
         itemsize=x_TK.element_size(), num_sms=num_sms, is_gated=is_gated,
@@ -237,7 +238,7 @@ def launch_skinny(
         IS_VECTOR=config.is_vector,
         IS_SWAPPED=config.is_swapped,
         EVEN_K=k % config.block_k == 0,
-        BLOCK_M=1 if config.is_vector else max(_SMALLEST_TILE, triton.next_power_of_2(num_rows)),
+        BLOCK_M=1 if config.is_vector else max(_SMALLEST_TILE, next_power(num_rows)),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,

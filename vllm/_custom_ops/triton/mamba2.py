@@ -26,6 +26,7 @@ from vllm._custom_ops.triton.overlap import (
     prefetch_lines,
 )
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, is_single_step, load_row
+from vllm.utils.math import cdiv, next_power
 
 _STEP_TILE = 64 * 128  # numbers of a state that a program of the walk holds
 FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
@@ -128,12 +129,12 @@ def _mamba_step_kernel(
 
 def _run_steps(scan: Scan, *, is_after: bool) -> None:
     head_size, state_size = scan.x.shape[2], scan.b.shape[2]
-    block_n = triton.next_power_of_2(state_size)
+    block_n = next_power(state_size)
     num_rows, num_heads = scan.state_offsets.shape[0], scan.x.shape[1]
     tile = _STEP_TILE if num_rows * num_heads > FEW_HEADS else _STEP_TILE // 4
-    block_p = min(triton.next_power_of_2(head_size), max(1, tile // block_n))
+    block_p = min(next_power(head_size), max(1, tile // block_n))
     is_overlapped = overlaps(scan.x.device)
-    _mamba_step_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
+    _mamba_step_kernel[cdiv(head_size, block_p), num_heads, num_rows](
         scan.out, scan.x, scan.dt, scan.a, scan.b, scan.c, scan.skip, scan.dt_bias, scan.state,
         scan.state_offsets, scan.cu_query_lens, scan.lens, scan.dt_min, scan.dt_max,
         *scan.strides(), IS_AFTER=is_after, BLOCK_P=block_p, BLOCK_N=block_n,
@@ -150,7 +151,7 @@ def _count_lines(scan: Scan, block_p: int) -> int:
     num_bytes = num_rows * num_heads * head_size * state_size * itemsize
     if head_size % block_p or num_bytes > FETCHED_BYTES:
         return 0
-    return triton.next_power_of_2(triton.cdiv(block_p * state_size * itemsize, LINE_BYTES))
+    return next_power(cdiv(block_p * state_size * itemsize, LINE_BYTES))
 
 
 def mamba2_scan(

@@ -30,6 +30,7 @@ from vllm._custom_ops.triton.state_rows import (
     softplus,
 )
 from vllm._custom_ops.triton.tensor_cores import plain_products
+from vllm.utils.math import cdiv, next_power
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
 
@@ -299,7 +300,7 @@ def run_mamba_chunks(scan: Scan) -> None:
     decays = torch.empty((*shape, 2, chunk), dtype=torch.float32, device=scan.x.device)
     states = torch.empty((*shape, head_size, state_size), dtype=scan.x.dtype, device=scan.x.device)
     x_strides, b_strides = scan.x.stride()[:2], scan.b.stride()[:2]
-    _mamba_decays_kernel[num_places, triton.cdiv(num_heads, _BLOCK_H)](
+    _mamba_decays_kernel[num_places, cdiv(num_heads, _BLOCK_H)](
         decays, scan.dt, scan.a, scan.dt_bias, scan.cu_query_lens, num_rows, scan.dt_min,
         scan.dt_max, scan.dt.stride(0), HEADS=num_heads, HAS_BIAS=scan.dt_bias is not None,
         BLOCK_H=_BLOCK_H, CHUNK=chunk,
@@ -307,18 +308,18 @@ def run_mamba_chunks(scan: Scan) -> None:
     shared = {
         "HEADS": num_heads, "SIZE": head_size, "STATE": state_size, "CHUNK": chunk,
         "SHARE": num_heads // scan.b.shape[1], "PRECISION": precision,
-        "BLOCK_N": max(16, triton.next_power_of_2(state_size)),
+        "BLOCK_N": max(16, next_power(state_size)),
     }  # fmt: skip
     is_wide = num_rows * num_heads * head_size // 64 >= MANY_PROGRAMS and state_size <= 128
     is_float = chunk == 32
     block_p = _fit_columns(head_size, 16 if is_float else 64 if is_wide else 32)
-    _mamba_states_kernel[triton.cdiv(head_size, block_p), num_heads, num_rows](
+    _mamba_states_kernel[cdiv(head_size, block_p), num_heads, num_rows](
         states, decays, scan.x, scan.b, scan.state, scan.state_offsets, scan.cu_query_lens,
         scan.lens, *x_strides, *b_strides, scan.state.stride(0), scan.state_offsets.stride(0),
         BLOCK_P=block_p, num_warps=4, num_stages=1 if is_float else STATE_STAGES, **shared,
     )  # fmt: skip
     block_p = _fit_columns(head_size, 16 if is_float else 64)
-    blocks = triton.cdiv(head_size, block_p)
+    blocks = cdiv(head_size, block_p)
     heads_each = _share_heads(num_heads // scan.b.shape[1], num_places * num_heads * blocks)
     _mamba_outputs_kernel[num_places, num_heads // heads_each, blocks](
         scan.out, states, decays, scan.x, scan.b, scan.c, scan.skip, scan.cu_query_lens,
@@ -330,7 +331,7 @@ def run_mamba_chunks(scan: Scan) -> None:
 
 def _fit_columns(size: int, limit: int) -> int:
     """Return how many columns of a head a program takes: at most `limit`, with least waste."""
-    most = min(limit, max(16, triton.next_power_of_2(size)))
+    most = min(limit, max(16, next_power(size)))
     return min((most, max(16, most // 2)), key=lambda n: -(-size // n) * n)
 
 

@@ -18,6 +18,7 @@ from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.moe_product import Product, finish
 from vllm._custom_ops.triton.moe_routing import Routing
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm.utils.math import cdiv
 
 _HOPPER = (9, 0)
 _DESCRIPTOR_BYTES = 16
@@ -235,7 +236,7 @@ def multiply_grouped(
             source = TensorDescriptor.from_tensor(x, [tile.block_m, block_k])
     out = x.new_empty(num_pairs, n)
     is_overlapped = overlaps(x.device)
-    num_tiles = triton.cdiv(n * (2 if product.is_gated else 1), tile.block_n)
+    num_tiles = cdiv(n * (2 if product.is_gated else 1), tile.block_n)
     _grouped_kernel[(num_tiles, routing.max_blocks)](
         out,
         source,

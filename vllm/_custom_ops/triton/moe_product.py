@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.product import activate
+from vllm.utils.math import cdiv
 
 _SUM_COLUMNS = 1024
 
@@ -132,7 +133,7 @@ def sum_choices(
     """Write the weighted sums of `parts` [T k, N] of each token to `out` [T, N]."""
     num_tokens, n = out.shape
     is_overlapped = overlaps(out.device)
-    _sum_kernel[(num_tokens, triton.cdiv(n, _SUM_COLUMNS))](
+    _sum_kernel[(num_tokens, cdiv(n, _SUM_COLUMNS))](
         out,
         parts,
         topk_weights,

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.product import get_counters, is_last_to_arrive
+from vllm.utils.math import cdiv, next_power
 
 _GROUP_PAIRS = 1024
 """Pairs that one program counts and places."""
@@ -56,9 +57,9 @@ class Routing:
 def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
     """Sort the pairs of contiguous int32 ids [T, k]; ids outside of 0..N-1 are left out."""
     num_pairs = ids_TK.numel()
-    num_groups = triton.cdiv(num_pairs, _GROUP_PAIRS)
-    max_blocks = min(num_pairs, triton.cdiv(num_pairs, block_rows) + num_experts)
-    experts = max(16, triton.next_power_of_2(num_experts))
+    num_groups = cdiv(num_pairs, _GROUP_PAIRS)
+    max_blocks = min(num_pairs, cdiv(num_pairs, block_rows) + num_experts)
+    experts = max(16, next_power(num_experts))
     num_bases = num_groups * experts
     room = ids_TK.new_empty(num_bases + num_pairs + num_experts + 2 * max_blocks)
     bases, order, ends, block_experts, block_starts = room.split(

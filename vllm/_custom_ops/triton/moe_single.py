@@ -22,6 +22,7 @@ from vllm._custom_ops.triton.product import (
     multiply_row,
     multiply_tile,
 )
+from vllm.utils.math import cdiv, next_power
 
 _TILE_ROWS = 16
 """Rows of a tile of which one is the pair's."""
@@ -132,7 +133,7 @@ def _single_kernel(
 
 def fits_counters(num_tokens: int, num_outputs: int) -> bool:
     """Whether `multiply_single` can add up the results of so many tokens."""
-    return num_tokens * triton.cdiv(num_outputs, choose_strip().block_n) <= NUM_COUNTERS
+    return num_tokens * cdiv(num_outputs, choose_strip().block_n) <= NUM_COUNTERS
 
 
 def multiply_single(
@@ -156,10 +157,10 @@ def multiply_single(
     num_experts, expert_rows, k = product.weight.shape
     n, num_pairs, num_chosen = product.num_outputs, ids_TK.numel(), ids_TK.shape[1]
     block_n = strip.block_n // 2 if product.is_gated else strip.block_n
-    block_k = min(strip.block_k, max(16, triton.next_power_of_2(k)))
+    block_k = min(strip.block_k, max(16, next_power(k)))
     out = x.new_empty(num_pairs, n)
     is_overlapped = overlaps(x.device)
-    _single_kernel[(num_pairs, triton.cdiv(n, block_n))](
+    _single_kernel[(num_pairs, cdiv(n, block_n))](
         out,
         x,
         product.weight,
