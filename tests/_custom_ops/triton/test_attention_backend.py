@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from tests.utils.paged import cumulative, make_paged_cache
 from vllm._custom_ops.naive import cache as naive_cache
+from vllm.attention.backends import long_prompts
 from vllm.attention.backends import triton as triton_backend
 from vllm.attention.backends.abstract import AttentionBackend, AttentionParams
 from vllm.attention.backends.table import load_backend
@@ -92,6 +93,39 @@ def test_equals_the_oracle(
     expected = run(load_backend("torch"), cache, batch, fresh, params)
     found = run(load_backend("triton"), cache, batch, fresh, params)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+LONG: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "chunks": ([(40, 1), (40, 5), (33, 9)], 1),
+    "joined": ([(40, 1), (0, 30), (33, 40)], 1),
+    "both": ([(40, 9), (7, 30), (50, 2), (0, 20)], 0),
+}
+
+
+@pytest.mark.parametrize("reads_another", [False, True])
+@pytest.mark.parametrize("window", [0, 12])
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG.keys())
+def test_rows_with_cached_tokens(
+    case: tuple[list[tuple[int, int]], int],
+    window: int,
+    reads_another: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_prompts, "MAX_CHUNK_TOKENS", 10)
+    monkeypatch.setattr(long_prompts, "MIN_CHUNK_COMPUTED", 35)
+    monkeypatch.setattr(long_prompts, "MIN_JOINED_TOKENS", 25)
+    cache, batch, fresh = make_case(case[0], num_decode_rows=case[1], says_lens=True)
+    plan = load_backend("triton").plan(batch, 0)
+    assert (plan.chunks is not None) == any(n <= 10 for _, n in case[0][case[1] :])
+    assert (plan.join(batch, window, cache) is not None) == any(n >= 25 for _, n in case[0])
+    params = AttentionParams(scale=SIZE**-0.5, window=window)
+    expected = run(load_backend("torch"), cache, batch, fresh, params)
+    found = run(load_backend("triton"), cache, batch, fresh, params)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    if reads_another:
+        reader = replace(params, writes_cache=False)
+        found = run(load_backend("triton"), cache, batch, (fresh[0], None, None), reader)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_that_reads_anothers_cache() -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from vllm._custom_ops.triton.attention_args import AttentionArgs
-from vllm._custom_ops.triton.attention_decode import decode_attention
+from vllm._custom_ops.triton.attention_args import AttentionArgs, ChunkRows, JoinedRows
+from vllm._custom_ops.triton.attention_decode import chunk_attention, decode_attention
+from vllm._custom_ops.triton.attention_join import can_join, join_rows
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
 
 
@@ -67,6 +68,8 @@ def attend(
     max_query_len: int,
     max_seq_len: int,
     are_prompts_whole: bool = False,
+    chunks: ChunkRows | None = None,
+    joined: JoinedRows | None = None,
 ) -> None:
     """Attend for all rows of a batch.
 
@@ -76,16 +79,24 @@ def attend(
         max_query_len: no row has more new tokens.
         max_seq_len: no row is longer.
         are_prompts_whole: the other rows have nothing in the cache that their new rows lack.
+        chunks: rows that are split over their keys, or None.
+        joined: what the remaining rows see, to be laid behind each other first, or None.
     """
     args.check()
     num_rows = args.seq_lens.shape[0]
     if num_decode_rows > 0:
         decode_attention(args, num_decode_rows, max_seq_len)
-    if num_decode_rows < num_rows:
-        if are_prompts_whole and args.fresh_key is not None:
-            args = replace(args, key_cache=None, value_cache=None, block_offsets=None)
-        num_prompts = num_rows - num_decode_rows
-        prefill_attention(args, num_decode_rows, num_prompts, max_query_len, min_query_len=1)
+    if chunks is not None:
+        chunk_attention(args, chunks.rows, chunks.max_query_len, chunks.max_seq_len)
+    num_prompts = num_rows - num_decode_rows
+    if num_prompts == 0 or (chunks is not None and chunks.are_all):
+        return
+    if are_prompts_whole and args.fresh_key is not None:
+        args = replace(args, key_cache=None, value_cache=None, block_offsets=None)
+    elif joined is not None and can_join(args):
+        args = join_rows(args, joined, num_decode_rows, num_prompts)
+    least = 1 if chunks is None else chunks.most_tokens + 1
+    prefill_attention(args, num_decode_rows, num_prompts, max_query_len, min_query_len=least)
 
 
 def prompt_attention(

@@ -140,6 +140,39 @@ class AttentionArgs:
         return tensors, strides
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkRows:
+    """Rows with few new tokens, behind the decode rows.
+
+    Attributes:
+        rows: int32, which they are.
+        most_tokens: rows that are not among them have more new tokens.
+        max_query_len, max_seq_len: maxima over them.
+        are_all: whether there are no other rows behind the decode rows.
+    """
+
+    rows: Tensor
+    most_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    are_all: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedRows:
+    """How many rows of K and V each row of a batch sees, the last ones of its sequence.
+
+    Attributes:
+        cu_key_lens: int32 [B + 1].
+        num_keys: their sum.
+        max_key_len: the most of one row.
+    """
+
+    cu_key_lens: Tensor
+    num_keys: int
+    max_key_len: int
+
+
 def _require(is_right: bool, what: str) -> None:
     if not is_right:
         raise ShapeError(f"paged_attention: {what}")

@@ -7,8 +7,10 @@ the host from host numbers; nothing waits for the device.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +27,12 @@ from vllm.attention.backends.abstract import (
     judge_heads,
     serve_any,
 )
+from vllm.attention.backends.long_prompts import plan_chunks, plan_joined
 from vllm.batch import ForwardBatch, LayerCache
 from vllm.types import DType
+
+if TYPE_CHECKING:
+    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows
 
 OLDEST_CAPABILITY = (8, 0)
 
@@ -69,17 +75,30 @@ _RULES: dict[str, Rule] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TritonPlan:
     """What the layers of a step share.
 
     Attributes:
         are_prompts_whole: whether the rows beyond the decode rows have no computed tokens.
         prompt_len: the length of each of them if they are whole and equal, else 0.
+        chunks: those with few new tokens at a long end, or None.
+        joined: what the others see of their sequences, for each (window, bytes of a row).
     """
 
     are_prompts_whole: bool
     prompt_len: int
+    chunks: ChunkRows | None
+    joined: dict[tuple[int, int], JoinedRows | None] = dataclasses.field(default_factory=dict)
+
+    def join(self, batch: ForwardBatch, window: int, cache: LayerCache) -> JoinedRows | None:
+        """Return what the rows see of their sequences under a window, or None."""
+        field = cache.tensors[0]
+        row_bytes = math.prod(field.shape[2:]) * field.element_size() * len(cache.tensors)
+        key = (window, row_bytes)
+        if key not in self.joined:
+            self.joined[key] = plan_joined(batch, window, row_bytes, self.chunks)
+        return self.joined[key]
 
 
 class TritonBackend(AttentionBackend):
@@ -97,7 +116,11 @@ class TritonBackend(AttentionBackend):
         new_lens, computed = batch.new_lens_cpu[first:], batch.computed_lens_cpu[first:]
         is_whole = bool(new_lens) and not any(computed)
         is_equal = is_whole and min(new_lens) == max(new_lens)
-        return TritonPlan(are_prompts_whole=is_whole, prompt_len=new_lens[0] if is_equal else 0)
+        return TritonPlan(
+            are_prompts_whole=is_whole,
+            prompt_len=new_lens[0] if is_equal else 0,
+            chunks=None if is_whole else plan_chunks(batch),
+        )
 
     def forward(
         self,
@@ -131,6 +154,7 @@ class TritonBackend(AttentionBackend):
                 params.scale,
             )
             return
+        has_cached_prompts = any(batch.computed_lens_cpu[batch.num_decode_rows :])
         # Triton may be absent where this file is imported to be asked what it serves.
         from vllm._custom_ops.triton.attention import attend  # noqa: PLC0415
 
@@ -140,6 +164,8 @@ class TritonBackend(AttentionBackend):
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             are_prompts_whole=plan.are_prompts_whole,
+            chunks=plan.chunks,
+            joined=plan.join(batch, params.window, cache) if has_cached_prompts else None,
         )
 
 

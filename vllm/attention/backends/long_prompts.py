@@ -1,0 +1,84 @@
+"""How the rows of a step with cached tokens are served: few new tokens, or many.
+
+Called by `backends/triton.py` once a step, with lengths that the host knows; nothing waits for the
+device. A row with few new tokens is split over its keys as decode rows are. What a row with many
+sees is laid behind each other first.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows
+
+MAX_CHUNK_TOKENS = 128
+MIN_CHUNK_COMPUTED = 512
+"""Cached tokens of one of the rows; with fewer, one program a head is fast enough."""
+
+MIN_JOINED_TOKENS = 512
+"""New tokens of one of the rows; fewer read each key too seldom to pay a copy."""
+
+MAX_JOINED_BYTES = 1 << 30
+
+
+def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
+    """Return the rows with few new tokens, or None if no row has them at a long end."""
+    from vllm._custom_ops.triton.attention_args import ChunkRows  # noqa: PLC0415
+
+    first, new, computed = batch.num_decode_rows, batch.new_lens_cpu, batch.computed_lens_cpu
+    rows = [i for i in range(first, len(new)) if new[i] <= MAX_CHUNK_TOKENS]
+    if max((computed[i] for i in rows), default=0) < MIN_CHUNK_COMPUTED:
+        return None
+    return ChunkRows(
+        rows=_send(rows, batch.seq_lens.device),
+        most_tokens=MAX_CHUNK_TOKENS,
+        max_query_len=max(new[i] for i in rows),
+        max_seq_len=max(new[i] + computed[i] for i in rows),
+        are_all=len(rows) == len(new) - first,
+    )
+
+
+def plan_joined(
+    batch: ForwardBatch, window: int, row_bytes: int, chunks: ChunkRows | None
+) -> JoinedRows | None:
+    """Return how many rows of K and V each row sees, or None where they are not worth a copy.
+
+    Args:
+        batch: the step.
+        window: tokens that stay visible; 0 is all.
+        row_bytes: of K and V of one token.
+        chunks: rows that need none.
+    """
+    from vllm._custom_ops.triton.attention_args import JoinedRows  # noqa: PLC0415
+
+    least = 0 if chunks is None else chunks.most_tokens
+    lens, is_worth_it = [0] * batch.num_decode_rows, False
+    for new, computed in list(zip(batch.new_lens_cpu, batch.computed_lens_cpu, strict=True))[
+        batch.num_decode_rows :
+    ]:
+        kept = min(computed, window - 1) if window else computed
+        lens.append(kept + new if new > least else 0)
+        is_worth_it |= new >= MIN_JOINED_TOKENS and computed > 0
+    num_keys = sum(lens)
+    if not is_worth_it or num_keys * row_bytes > MAX_JOINED_BYTES:
+        return None
+    return JoinedRows(
+        cu_key_lens=_send([0, *accumulate(lens)], batch.seq_lens.device),
+        num_keys=num_keys,
+        max_key_len=max(lens),
+    )
+
+
+def _send(values: list[int], device: torch.device) -> Tensor:
+    """Return int32 values on a device, without waiting for it."""
+    is_pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=torch.int32, pin_memory=is_pinned).to(
+        device, non_blocking=True
+    )
