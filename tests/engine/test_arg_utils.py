@@ -9,7 +9,7 @@ import pytest
 
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, AsyncEngineArgs, EngineArgs, LLMEngine
-from vllm.config import EngineConfig
+from vllm.config import DummyConfig, EngineConfig
 from vllm.config.resolve import _resolve_scheduler
 from vllm.errors import ConfigError
 from vllm.types import DType
@@ -231,6 +231,12 @@ def test_rope_of_layer_types(tiny_models: TinyModels) -> None:
         ({"quantization": "awq"}, "quantization 'awq'"),
         ({"quantization": "gguf"}, "does not fit"),
         ({"load_format": "tensorizer"}, "load_format 'tensorizer'"),
+        ({"load_format": "dummy", "model_loader_extra_config": "{"}, "no JSON"),
+        ({"load_format": "dummy", "model_loader_extra_config": "[]"}, "keys range and norms"),
+        ({"load_format": "dummy", "model_loader_extra_config": {"std": 1}}, "keys range and norms"),
+        ({"load_format": "dummy", "model_loader_extra_config": {"range": 0}}, "above 0"),
+        ({"load_format": "dummy", "model_loader_extra_config": {"range": "1"}}, "above 0"),
+        ({"load_format": "dummy", "model_loader_extra_config": {"norms": "two"}}, "allowed: one"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, "below max_model_len"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "below max_num_seqs"),
         ({"max_num_seqs": 0}, "at least 1"),
@@ -272,6 +278,7 @@ def test_what_cannot_be_served_is_said(model: Path, options: dict, message: str)
         ({"num_scheduler_steps": 8}, "--num-scheduler-steps"),
         ({"num_lookahead_slots": 2}, "--num-lookahead-slots"),
         ({"tokenizer_pool_size": 2}, "--tokenizer-pool-size"),
+        ({"model_loader_extra_config": {"range": 1}}, "--model-loader-extra-config"),
     ],
 )
 def test_what_has_no_effect_is_said_once(
@@ -287,6 +294,23 @@ def test_what_has_no_effect_is_said_once(
     said.clear()
     resolve(model, swap_space=4, use_v2_block_manager=True)
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, DummyConfig()),
+        ({"norms": "random"}, DummyConfig(has_random_norms=True)),
+        (
+            '{"range": 0.001, "norms": "random"}',
+            DummyConfig(value_range=1e-3, has_random_norms=True),
+        ),
+        ('{"range": 1, "norms": "one"}', DummyConfig(value_range=1.0)),
+    ],
+)
+def test_made_up_weights(model: Path, options: dict | str | None, expected: DummyConfig) -> None:
+    found = resolve(model, load_format="dummy", model_loader_extra_config=options).load_config
+    assert found.dummy == expected
 
 
 def test_gguf(smollm2_gguf: Path) -> None:

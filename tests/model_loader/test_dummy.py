@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tests.model_loader.fake_rank import FakeRank
 from tests.models.families import FAMILIES, make_reference, read_config
+from vllm.config import DummyConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import WeightPlace
 from vllm.model_executor.model_loader.dummy import iterate_dummy, make_values
@@ -31,15 +33,21 @@ def places_of(model: CausalLM) -> dict[str, WeightPlace]:
     return {name: t.module.place(t.field, t.shard) for name, t in targets.items()}
 
 
-def make(name: str, tp: TensorParallel | None = None) -> dict[str, Tensor]:
-    model = build(name, tp or TensorParallel.single())
-    return dict(iterate_dummy(places_of(model), torch.float32, torch.device("cpu")))
+def iterate(model: CausalLM, config: DummyConfig | None = None) -> Iterator[tuple[str, Tensor]]:
+    places, device = places_of(model), torch.device("cpu")
+    return iterate_dummy(places, torch.float32, device, config or DummyConfig())
+
+
+def make(
+    name: str, tp: TensorParallel | None = None, config: DummyConfig | None = None
+) -> dict[str, Tensor]:
+    return dict(iterate(build(name, tp or TensorParallel.single()), config))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_takes_them_all(name: str) -> None:
     model = build(name, TensorParallel.single())
-    report = model.load_weights(iterate_dummy(places_of(model), torch.float32, torch.device("cpu")))
+    report = model.load_weights(iterate(model))
     assert not report.unused and not report.ignored
 
 
@@ -72,6 +80,16 @@ def test_norms_do_nothing(name: str, value: float) -> None:
     for key, tensor in make(name).items():
         if "norm" in key:
             assert torch.equal(tensor, torch.full_like(tensor, value)), key
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe"])
+def test_all_tensors_alike(name: str) -> None:
+    """What peers fill a model with."""
+    made = make(name, config=DummyConfig(value_range=1e-3, has_random_norms=True))
+    assert any("norm" in key for key in made)
+    for key, tensor in made.items():
+        assert 0 < tensor.abs().max() <= 1e-3, key
+        assert tensor.std() == pytest.approx(1e-3 / 3**0.5, rel=0.3), key
 
 
 def test_a_large_tensor_takes_a_moment() -> None:

@@ -4,6 +4,7 @@ from vllm.config.cache import CacheConfig
 from vllm.config.engine import (
     DecodingConfig,
     DeviceConfig,
+    DummyConfig,
     EngineConfig,
     LoadConfig,
     ObservabilityConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "CacheConfig",
     "DecodingConfig",
     "DeviceConfig",
+    "DummyConfig",
     "EngineConfig",
     "LoRAConfig",
     "LoadConfig",

@@ -95,8 +95,8 @@ _IGNORED: tuple[_Rule, ...] = (
     ),
     (
         "model_loader_extra_config",
-        lambda a: bool(a.model_loader_extra_config),
-        "the loaders take no options",
+        lambda a: bool(a.model_loader_extra_config) and a.load_format != "dummy",
+        "only load_format dummy takes options",
     ),
 )
 

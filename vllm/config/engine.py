@@ -20,18 +20,34 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DummyConfig:
+    """How weights are made up.
+
+    Attributes:
+        value_range: matrices and biases are uniform within ± this. The default has the standard
+            deviation that models are initialised with, 0.02.
+        has_random_norms: norms are drawn like matrices, instead of doing nothing.
+    """
+
+    value_range: float = 0.035
+    has_random_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
     """How weights are read.
 
     Attributes:
         load_format: auto, safetensors, pt, gguf or dummy.
         use_tqdm: whether a progress bar is shown.
+        dummy: for load_format dummy.
     """
 
     load_format: str = "auto"
     download_dir: str | None = None
     ignore_patterns: tuple[str, ...] = ()
     use_tqdm: bool = True
+    dummy: DummyConfig = field(default_factory=DummyConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ and headers of weight files, never weights. Imports no torch.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from vllm.config.cache import CacheConfig
 from vllm.config.engine import (
     DecodingConfig,
     DeviceConfig,
+    DummyConfig,
     EngineConfig,
     LoadConfig,
     ObservabilityConfig,
@@ -302,6 +305,7 @@ def _resolve_load(args: EngineArgs) -> LoadConfig:
             f"load_format {args.load_format!r} is not served; allowed: {', '.join(_LOAD_FORMATS)}"
         )
     patterns = args.ignore_patterns or ()
+    options = args.model_loader_extra_config or {}
     load_format = args.load_format
     if load_format == "auto" and is_gguf_file(Path(args.model).expanduser()):
         load_format = "gguf"
@@ -309,4 +313,33 @@ def _resolve_load(args: EngineArgs) -> LoadConfig:
         load_format=load_format,
         download_dir=args.download_dir,
         ignore_patterns=(patterns,) if isinstance(patterns, str) else tuple(patterns),
+        dummy=_resolve_dummy(options if load_format == "dummy" else {}),
     )
+
+
+def _resolve_dummy(given: Mapping[str, Any] | str) -> DummyConfig:
+    """Read the options of made-up weights: "range", a number, and "norms", "one" or "random"."""
+    options: Any = given
+    if isinstance(given, str):
+        try:
+            options = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(
+                f"model_loader_extra_config is no JSON: {given!r} ({error})"
+            ) from error
+    if not isinstance(options, Mapping) or options.keys() - {"range", "norms"}:
+        raise ConfigError(
+            f"model_loader_extra_config is {given!r}; for load_format dummy it is an object with "
+            "the keys range and norms"
+        )
+    default = DummyConfig()
+    value_range, norms = options.get("range", default.value_range), options.get("norms", "one")
+    if type(value_range) not in (int, float) or not 0 < value_range < math.inf:
+        raise ConfigError(
+            f"model_loader_extra_config: range is {value_range!r}; give a number above 0"
+        )
+    if norms not in ("one", "random"):
+        raise ConfigError(
+            f"model_loader_extra_config: norms is {norms!r}; allowed: one (they do nothing), random"
+        )
+    return DummyConfig(value_range=float(value_range), has_random_norms=norms == "random")

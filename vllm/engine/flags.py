@@ -100,7 +100,10 @@ _MODEL = (
     ),
     Flag(field="rope_scaling", read=parse_json_object, help="JSON that replaces rope_scaling"),
     Flag(field="rope_theta", read=float, help="replaces rope_theta"),
-    Flag(field="model_loader_extra_config", help="JSON for the weight loader"),
+    Flag(
+        field="model_loader_extra_config",
+        help='JSON for load_format dummy: {"range": 0.035, "norms": "one" or "random"}',
+    ),
     Flag(field="ignore_patterns", repeats=True, help="files of a hub id that are not fetched"),
     Flag(field="seed", read=int, help="first seed of requests without one"),
     Flag(field="max_logprobs", read=int, help="upper bound of logprobs and prompt_logprobs"),

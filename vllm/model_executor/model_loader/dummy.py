@@ -13,29 +13,35 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from vllm.config import DummyConfig
 from vllm.model_executor.layers.weight_place import WeightPlace
 
 # A prime, so that the rows of a matrix do not repeat each other.
 _BLOCK_ELEMENTS = 1_048_573
 _SEED = 1234
-_RANGE = 0.035  # of matrices; the standard deviation is 0.02, as models are initialised
 
 
 def iterate_dummy(
-    places: Mapping[str, WeightPlace], dtype: torch.dtype, device: torch.device
+    places: Mapping[str, WeightPlace],
+    dtype: torch.dtype,
+    device: torch.device,
+    config: DummyConfig,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor for every name: norms that do nothing, matrices and biases at random.
+    """Yield a tensor for every name: matrices and biases at random, norms as `config` says.
 
     Args:
         places: where a model wants each tensor; the whole shape is taken from it.
         dtype: element type of the values.
         device: where the values are made; they are the same on every device.
+        config: their range, and what norms are.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    block = torch.empty(_BLOCK_ELEMENTS).uniform_(-_RANGE, _RANGE, generator=generator)
+    block = torch.empty(_BLOCK_ELEMENTS)
+    block.uniform_(-config.value_range, config.value_range, generator=generator)
     block = block.to(device, dtype)
     for name, place in places.items():
-        if len(place.shape) == 1 and name.endswith(".weight"):
+        is_norm = len(place.shape) == 1 and name.endswith(".weight")
+        if is_norm and not config.has_random_norms:
             yield name, torch.full(place.shape, 1.0 - place.offset, dtype=dtype, device=device)
         else:
             yield name, make_values(name, place.shape, block)

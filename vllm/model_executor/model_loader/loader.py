@@ -120,7 +120,7 @@ def _fill(
             )
         targets = expand_rows(model.weight_rows, model)
         places = {name: t.module.place(t.field, t.shard) for name, t in targets.items()}
-        weights = iterate_dummy(places, dtype, device)
+        weights = iterate_dummy(places, dtype, device, load_config.dummy)
     else:
         use_tqdm = load_config.use_tqdm and tp.rank == 0
         weights = iterate_weights(model_config, load_config, dtype, use_tqdm=use_tqdm)
