@@ -6,6 +6,9 @@ Prints a table with the ratio to the peer and writes JSON.
 
     python benchmarks/engine/gpu_offline.py [SHAPE ...] --runs 3 --output-json FILE
 
+With --peer-weights they are drawn as the peer draws its own, all numbers uniform within 0.001, those
+of norms too, so that no difference can come from what weights do to routing or clocks.
+
 With --start-together all processes load at once, which saves time on the machine (but their times
 until the first answer mean nothing then); they still measure one after the other.
 """
@@ -32,6 +35,7 @@ from benchmarks.machine import describe_machine, describe_versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEER = RESULTS / "h200_peer.json"
+PEER_WEIGHTS = {"range": 0.001, "norms": "random"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--works", help="instead of the plan's, as 512:256:1,512:256:8")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--peer-weights", action="store_true", help="made up as the peer's are")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
         "--memory", nargs="*", default=[], metavar="SHAPE=SHARE", help="other shares of the card"
@@ -96,6 +101,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         llm = LLM(
             str(write_shape(name, Path(folder))),
             load_format="dummy",
+            model_loader_extra_config=PEER_WEIGHTS if args.peer_weights else None,
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=plan.max_model_len,
@@ -169,6 +175,7 @@ def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", name, "--runs", str(args.runs)]
     command += ["--works", args.works] if args.works else []
     command += ["--enforce-eager"] if args.enforce_eager else []
+    command += ["--peer-weights"] if args.peer_weights else []
     command += ["--memory", *args.memory] if args.memory else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -223,6 +230,7 @@ def main() -> int:
         "versions": describe_versions(),
         "date": time.strftime("%Y-%m-%d"),
         "runs": args.runs,
+        "weights": PEER_WEIGHTS if args.peer_weights else "the engine's default",
         "ready": {},
         "rows": [],
         "failed": [],
