@@ -6,8 +6,8 @@ Prints a table with the ratio to the peer and writes JSON.
 
     python benchmarks/engine/gpu_offline.py [SHAPE ...] --runs 3 --output-json FILE
 
-With --peer-weights they are drawn as the peer draws its own, all numbers uniform within 0.001, those
-of norms too, so that no difference can come from what weights do to routing or clocks.
+With --peer-weights they are drawn as the peer draws its own, all uniform within 0.001, norms too:
+then no difference can come from what weights do to routing or clocks.
 
 With --start-together all processes load at once, which saves time on the machine (but their times
 until the first answer mean nothing then); they still measure one after the other.
