@@ -17,6 +17,7 @@ from vllm.errors import KernelError
 MODULES = (
     "batch",
     "attention",
+    "latent",
     "linear",
     "moe",
     "causal_conv",

@@ -19,7 +19,8 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.mla import LatentAttentionBlock, LatentSizes
+from vllm.model_executor.layers.latent_expansion import LatentSizes
+from vllm.model_executor.layers.mla import LatentAttentionBlock
 from vllm.model_executor.layers.shared_experts import hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.blocks import BlockContext, MlpBlock

@@ -1,0 +1,55 @@
+"""Door of the op between the projections of latent attention and its kernel; CUDA tensors only.
+
+Called by `model_executor/layers/mla.py`. Naive twin: `_custom_ops/naive/latent.py`. The op checks
+its arguments; nothing here computes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm._custom_ops.library import C
+
+
+def latent_norm_rope_cache(
+    row_TD: Tensor,
+    query_THR: Tensor,
+    turned_THR: Tensor,
+    positions: Tensor,
+    slots_T2: Tensor,
+    cache: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    cos_sin: Tensor,
+    is_neox: bool,
+) -> None:
+    """Norm and turn the rows of latent attention, store them, and turn its queries.
+
+    Args:
+        row_TD: float32, float16 or bfloat16 [T, L + R], contiguous in D; the first L elements are
+            normed, the last R turned, in place.
+        query_THR: [T, H, R], the queries' part with positions; R is a power of two from 2 on.
+        turned_THR: like `query_THR`, which it may be; overwritten with the turned queries.
+        positions: int64 [T], rows of `cos_sin`.
+        slots_T2: int32; as in `cache.reshape_and_cache`; offset -1 skips the token.
+        cache: [num_units, block_tokens, 1, L + R] view, stride(0) = 256 bytes; the rows' dtype.
+        weight: [L], as in `norm.rms_norm`, of the rows' dtype.
+        epsilon: added to the mean square.
+        cos_sin: float32 [max_pos, R], as in `rope.rotary_embedding`.
+        is_neox: pairs are (i, i + R/2), else (2i, 2i + 1).
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.latent_norm_rope_cache(
+        row_TD,
+        query_THR,
+        turned_THR,
+        positions,
+        slots_T2,
+        cache,
+        weight,
+        epsilon,
+        cos_sin,
+        is_neox,
+    )

@@ -1,0 +1,33 @@
+"""The op of latent attention's rows in plain PyTorch: the twin of `_custom_ops/latent.py`.
+
+Read by tests and by anyone who wants to know what the op means. Never called by the engine.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm._custom_ops.naive.cache import reshape_and_cache
+from vllm._custom_ops.naive.norm import rms_norm
+from vllm._custom_ops.naive.rope import rotary_embedding
+
+
+def latent_norm_rope_cache(
+    row_TD: Tensor,
+    query_THR: Tensor,
+    turned_THR: Tensor,
+    positions: Tensor,
+    slots_T2: Tensor,
+    cache: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    cos_sin: Tensor,
+    is_neox: bool,
+) -> None:
+    """Norm the latents, turn what is behind them and the queries, write the rows."""
+    latent, size = weight.shape[0], query_THR.shape[2]
+    rms_norm(row_TD[:, :latent], row_TD[:, :latent], weight, epsilon)
+    turned_THR.copy_(query_THR)
+    rotary_embedding(positions, turned_THR, row_TD[:, None, latent:], size, cos_sin, is_neox)
+    row_T1D = row_TD[:, None]
+    reshape_and_cache(row_T1D, row_T1D, cache, cache, slots_T2)

@@ -1,0 +1,161 @@
+"""Triton twin of `_custom_ops/latent.py`: one launch instead of four.
+
+A token has two programs, one for its row, one for its queries, so that neither waits for the other.
+Rounds where the separate ops do: after the norm, after its weight, after turning.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm._custom_ops.triton.launch import fast_launch
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm.errors import ShapeError
+
+
+@triton.jit
+def _turn(x, cosine, sine, IS_NEOX: tl.constexpr):
+    """Turn heads [H, R] by angles [R/2], float32 inside; float32."""
+    HEADS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    if IS_NEOX:
+        pairs = tl.permute(tl.reshape(x.to(tl.float32), (HEADS, 2, HALF)), (0, 2, 1))
+    else:
+        pairs = tl.reshape(x.to(tl.float32), (HEADS, HALF, 2))
+    first, second = tl.split(pairs)
+    cosine, sine = cosine[None, :], sine[None, :]
+    turned = tl.join(first * cosine - second * sine, second * cosine + first * sine)
+    if IS_NEOX:
+        turned = tl.permute(turned, (0, 2, 1))
+    return tl.reshape(turned, (HEADS, 2 * HALF))
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["epsilon"])
+def _latent_kernel(
+    row,
+    query,
+    turned,
+    positions,
+    slots,
+    cache,
+    weight,
+    cos_sin,
+    epsilon,
+    row_stride,
+    query_token_stride,
+    query_head_stride,
+    turned_token_stride,
+    turned_head_stride,
+    unit_stride,
+    token_stride,
+    cos_sin_stride,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One (token, its queries or its row)."""
+    let_next_start(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, ROPE // 2)
+    part = tl.arange(0, ROPE)
+    await_inputs(OVERLAPS)
+    angles = cos_sin + tl.load(positions + token) * cos_sin_stride
+    cosine, sine = tl.load(angles + half), tl.load(angles + ROPE // 2 + half)
+    if tl.program_id(1) == 0:
+        head = tl.arange(0, BLOCK_H)
+        is_head = (head < HEADS)[:, None]
+        places = query + token * query_token_stride + head[:, None] * query_head_stride + part
+        x = tl.load(places, mask=is_head, other=0.0)
+        x = _turn(x, cosine, sine, IS_NEOX).to(turned.dtype.element_ty)
+        places = turned + token * turned_token_stride + head[:, None] * turned_head_stride + part
+        tl.store(places, x, mask=is_head)
+        return
+    row += token * row_stride
+    unit, inside = tl.load(slots + 2 * token), tl.load(slots + 2 * token + 1)
+    element = tl.arange(0, BLOCK_L)
+    is_in = element < LATENT
+    raw = tl.load(row + element, mask=is_in, other=0.0)
+    x = raw.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / LATENT + epsilon)
+    gain = tl.load(weight + element, mask=is_in, other=0.0)
+    normed = (x.to(raw.dtype).to(tl.float32) * gain.to(tl.float32)).to(raw.dtype)
+    end = tl.load(row + LATENT + part)[None, :]
+    end = _turn(end, cosine, sine, IS_NEOX).to(raw.dtype)
+    tl.store(row + element, normed, mask=is_in)
+    tl.store(row + LATENT + part[None, :], end)
+    if unit >= 0:
+        stored = cache + unit.to(tl.int64) * unit_stride + inside * token_stride
+        tl.store(stored + element, normed, mask=is_in)
+        tl.store(stored + LATENT + part[None, :], end)
+
+
+def latent_norm_rope_cache(
+    row_TD: Tensor,
+    query_THR: Tensor,
+    turned_THR: Tensor,
+    positions: Tensor,
+    slots_T2: Tensor,
+    cache: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    cos_sin: Tensor,
+    is_neox: bool,
+) -> None:
+    """See the door."""
+    num_tokens, heads, rope = query_THR.shape
+    latent = weight.shape[0]
+    dtypes = {x.dtype for x in (row_TD, query_THR, turned_THR, cache, weight)}
+    if len(dtypes) > 1:
+        raise ShapeError(f"latent_norm_rope_cache: the tensors have dtypes {dtypes}")
+    if rope < 2 or rope & (rope - 1) or cos_sin.shape[1] != rope:
+        raise ShapeError(f"latent_norm_rope_cache: R is {rope}, cos_sin {tuple(cos_sin.shape)}")
+    if row_TD.shape != (num_tokens, latent + rope) or cache.shape[2:] != (1, latent + rope):
+        raise ShapeError(
+            f"latent_norm_rope_cache: rows have shape {tuple(row_TD.shape)}, the cache "
+            f"{tuple(cache.shape)}; L is {latent}, R {rope}"
+        )
+    if num_tokens == 0:
+        return
+    is_overlapping = overlaps(row_TD.device)
+    _latent_kernel[(num_tokens, 2)](
+        row_TD,
+        query_THR,
+        turned_THR,
+        positions,
+        slots_T2,
+        cache,
+        weight,
+        cos_sin,
+        epsilon,
+        row_TD.stride(0),
+        *query_THR.stride()[:2],
+        *turned_THR.stride()[:2],
+        *cache.stride()[:2],
+        cos_sin.stride(0),
+        HEADS=heads,
+        LATENT=latent,
+        ROPE=rope,
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_L=triton.next_power_of_2(latent),
+        IS_NEOX=is_neox,
+        OVERLAPS=is_overlapping,
+        launch_pdl=is_overlapping,
+        num_warps=4,
+    )
+
+
+OPS = {"latent_norm_rope_cache": latent_norm_rope_cache}
+SCHEMAS = {
+    "latent_norm_rope_cache": (
+        "latent_norm_rope_cache(Tensor(a!) row, Tensor query, Tensor(b!) turned, Tensor positions, "
+        "Tensor slots, Tensor(c!) cache, Tensor weight, float epsilon, Tensor cos_sin, "
+        "bool is_neox) -> ()"
+    ),
+}
