@@ -18,10 +18,11 @@ from torch import Tensor
 
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
 from vllm._custom_ops.triton import moe
-from vllm._custom_ops.triton.moe_grouped import Tile, choose_tile, multiply_grouped
+from vllm._custom_ops.triton.moe_grouped import choose_tile, multiply_grouped
 from vllm._custom_ops.triton.moe_product import Product, sum_choices
 from vllm._custom_ops.triton.moe_routing import sort_pairs
 from vllm._custom_ops.triton.moe_single import Strip, choose_strip
+from vllm._custom_ops.triton.moe_tile import Tile
 
 TOKENS = (1, 2, 4, 8, 64, 8192, 16384)
 MOST_SINGLE_PAIRS = 64
@@ -56,6 +57,14 @@ FEW_TILES = {
     "16x128x128 tma": _tile(16, 128, 128, 4, 3),
     "32x64x128 tma": _tile(32, 64, 128, 4, 4),
     "64x128x64 tma": _tile(64, 128, 64, 4, 4),
+}
+SCAN_TILES = {
+    "scan 16x64x128": _tile(16, 64, 128, 4, 4, described=False),
+    "scan 16x64x128 tma": _tile(16, 64, 128, 4, 4),
+    "scan 16x32x256": _tile(16, 32, 256, 4, 4, described=False),
+    "scan 16x32x256 tma": _tile(16, 32, 256, 4, 4),
+    "scan 16x128x128 tma": _tile(16, 128, 128, 4, 3),
+    "scan 32x64x128": _tile(32, 64, 128, 4, 4, described=False),
 }
 MANY_TILES = {
     "128x128x64 w8 s3": _tile(128, 128, 64, 8, 3, described=False),
@@ -110,20 +119,27 @@ def list_forms(num_tokens: int, num_chosen: int) -> dict[str, Strip | Tile]:
     """Return the forms that are measured for so many tokens."""
     if num_tokens >= MANY_TOKENS:
         return dict(MANY_TILES)
-    forms: dict[str, Strip | Tile] = dict(FEW_TILES)
+    forms: dict[str, Strip | Tile] = {**FEW_TILES, **SCAN_TILES}
     if num_tokens * num_chosen <= MOST_SINGLE_PAIRS:
         forms.update(STRIPS)
     return forms
 
 
 def bind_layer(
-    products: tuple[Product, Product], x: Tensor, weights: Tensor, ids: Tensor, form: Strip | Tile
+    products: tuple[Product, Product],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    form: Strip | Tile,
+    *,
+    is_scanned: bool = False,
 ) -> Callable[[], object]:
     """Return a call that runs a layer in one form."""
     out = torch.empty_like(x)
     if isinstance(form, Strip):
         return partial(moe.run_single, out, x, *products, weights, ids, form)
-    return partial(moe.run_grouped, out, x, *products, weights, ids, form)
+    run = moe.run_scanned if is_scanned else moe.run_grouped
+    return partial(run, out, x, *products, weights, ids, form)
 
 
 def measure_parts(
@@ -157,7 +173,8 @@ def report(
     least_us = ids.unique().numel() * num_elements * 2 / copy_rate * 1e6
     chosen = (choose_strip(), choose_tile(ids.numel() / mixture.num_experts, x.device, x.dtype))
     for name, form in list_forms(num_tokens, mixture.num_chosen).items():
-        time_us = measure_us([bind_layer(p, x, weights, ids, form) for p in products])
+        given, is_scanned = (x, weights, ids, form), name in SCAN_TILES
+        time_us = measure_us([bind_layer(p, *given, is_scanned=is_scanned) for p in products])
         line = {
             "model": mixture.name,
             "tokens": num_tokens,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.utils.ops import poisoned, random_rows
 from vllm._custom_ops.naive import moe as naive
 from vllm._custom_ops.naive.linear import pack_linear_weight
-from vllm._custom_ops.triton import moe, moe_grouped, moe_routing, moe_single
+from vllm._custom_ops.triton import moe, moe_routing, moe_scanned, moe_single, moe_tile
 from vllm.errors import ShapeError
 
 NUM_EXPERTS = 5
@@ -100,12 +100,15 @@ def assert_equals_twin(
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["single", "vector", "grouped", "described"])
+@pytest.fixture(params=["single", "vector", "scanned", "grouped", "described"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
-    if request.param in ("grouped", "described"):
+    if request.param in ("scanned", "grouped", "described"):
         monkeypatch.setattr(moe, "MAX_SINGLE_PAIRS", 0)
-    tile = moe_grouped.Tile(
+    if request.param in ("grouped", "described"):
+        monkeypatch.setattr(moe, "MAX_PAIRS", 0)
+    monkeypatch.setattr(moe_scanned, "_CHUNK_PAIRS", 16)
+    tile = moe_tile.Tile(
         block_m=16,
         block_n=32,
         block_k=32,
@@ -134,7 +137,10 @@ def test_numbers_of_tokens(device: str, form: str, num_tokens: int, k: int) -> N
 
 
 @pytest.mark.parametrize("num_tokens, k", [(33, 2), (70, 1)])
-def test_sorted_tokens(device: str, num_tokens: int, k: int) -> None:
+def test_sorted_tokens(
+    device: str, monkeypatch: pytest.MonkeyPatch, num_tokens: int, k: int
+) -> None:
+    monkeypatch.setattr(moe, "MAX_PAIRS", 0)
     x = random_rows(num_tokens, HIDDEN, dtype=torch.float32, seed=8)
     assert_equals_twin("silu", torch.float32, device, x, route(num_tokens, k))
 

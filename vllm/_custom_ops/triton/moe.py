@@ -10,15 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.triton.moe_grouped import Tile, choose_tile, multiply_grouped
+from vllm._custom_ops.triton.moe_grouped import choose_tile, multiply_grouped
 from vllm._custom_ops.triton.moe_product import Product, sum_choices
 from vllm._custom_ops.triton.moe_routing import sort_pairs
+from vllm._custom_ops.triton.moe_scanned import MAX_PAIRS, multiply_scanned
 from vllm._custom_ops.triton.moe_single import (
     Strip,
     choose_strip,
     fits_counters,
     multiply_single,
 )
+from vllm._custom_ops.triton.moe_tile import Tile
 from vllm.errors import ShapeError
 
 MAX_SINGLE_PAIRS = 64
@@ -121,6 +123,9 @@ def run_part(
         run_single(out, x, inner, outer, topk_weights, topk_ids, choose_strip())
         return
     tile = choose_tile(num_pairs / inner.weight.shape[0], x.device, x.dtype)
+    if num_pairs <= MAX_PAIRS:
+        run_scanned(out, x, inner, outer, topk_weights, topk_ids, tile)
+        return
     run_grouped(out, x, inner, outer, topk_weights, topk_ids, tile)
 
 
@@ -155,6 +160,21 @@ def run_grouped(
     hidden = multiply_grouped(inner, x, num_chosen, routing, tile, is_first=True)
     parts = multiply_grouped(outer, hidden, num_chosen, routing, tile, is_first=False)
     sum_choices(out, parts, topk_weights, topk_ids, num_experts)
+
+
+def run_scanned(
+    out: Tensor,
+    x: Tensor,
+    inner: Product,
+    outer: Product,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    tile: Tile,
+) -> None:
+    """Let experts look for their pairs, in a given form; benchmarks and tests choose it."""
+    hidden = multiply_scanned(inner, x, topk_ids, tile, is_first=True)
+    parts = multiply_scanned(outer, hidden, topk_ids, tile, is_first=False)
+    sum_choices(out, parts, topk_weights, topk_ids, inner.weight.shape[0])
 
 
 def is_single(num_pairs: int, num_chosen: int, inner: Product, outer: Product) -> bool:

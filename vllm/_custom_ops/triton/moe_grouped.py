@@ -1,12 +1,9 @@
 """The rows of sorted (token, expert) pairs by their experts' matrices, in tiles. Triton.
 
-Called by `moe.py` for more pairs than `moe_single.py` takes. Gate and up rows lie side by side in
-one operand, so that the tensor cores read the tokens' rows once for both.
+Called by `moe.py` for more pairs than `moe_single.py` and `moe_scanned.py` take.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,35 +12,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm._custom_ops.triton.launch import fast_launch
-from vllm._custom_ops.triton.moe_product import Product, finish
+from vllm._custom_ops.triton.moe_product import Product
 from vllm._custom_ops.triton.moe_routing import Routing
+from vllm._custom_ops.triton.moe_tile import Tile, can_describe, compute_tile, describe_weight
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.utils.math import cdiv
 
 _HOPPER = (9, 0)
-_DESCRIPTOR_BYTES = 16
-"""What a descriptor's rows must be multiples of."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """How a grouped product runs.
-
-    Attributes:
-        block_m: pairs of a program.
-        block_n: weight rows of a program, gate and up together.
-        block_k: elements of K that are on their way together, of two bytes each.
-        num_stages: tiles that are on their way at once.
-        has_descriptors: whether the copy engine of Hopper brings what is not gathered.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    has_descriptors: bool = False
-
 
 _FEW_ROWS = (
     (16, Tile(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)),
@@ -66,72 +41,6 @@ def choose_tile(rows_per_expert: float, device: torch.device, dtype: torch.dtype
 
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
-
-
-@triton.jit
-def _locate_rows(
-    columns, N, row_step, up_offset, IS_GATED: tl.constexpr
-):  # gate 0, up 0, gate 1, up 1 ...
-    if IS_GATED:
-        rows = tl.minimum(columns // 2, N - 1) * row_step + (columns % 2) * up_offset
-    else:
-        rows = tl.minimum(columns, N - 1)
-    return rows
-
-
-@triton.jit
-def _multiply(
-    x,
-    x_rows,
-    is_row,
-    start,
-    weight,
-    expert,
-    columns,
-    N,
-    K,
-    x_stride,
-    expert_rows,
-    row_step,
-    up_offset,
-    IS_GATED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    IS_X_GATHERED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return the products of a block's rows with `columns`' weight rows, [M, N].
-
-    PARTS is 0 if `weight` is a pointer, else that of its descriptor [parts, rows, K]. `x` is a
-    descriptor too if its rows are not gathered.
-    """
-    lanes = tl.arange(0, BLOCK_K)
-    if PARTS == 0:
-        rows = _locate_rows(columns, N, row_step, up_offset, IS_GATED)
-        places = weight + expert.to(tl.int64) * expert_rows * K
-        places += rows[:, None].to(tl.int64) * K + lanes[None, :]
-    if IS_X_GATHERED:
-        x_places = x + x_rows[:, None].to(tl.int64) * x_stride + lanes[None, :]
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, K, BLOCK_K):
-        is_in = (first + lanes < K)[None, :]
-        if not IS_X_GATHERED:
-            x_MK = x.load([start, first])
-        elif EVEN_K:
-            x_MK = tl.load(x_places + first, mask=is_row[:, None], other=0.0)
-        else:
-            x_MK = tl.load(x_places + first, mask=is_row[:, None] & is_in, other=0.0)
-        if PARTS > 0:
-            row = tl.program_id(0) * (BLOCK_N // PARTS)
-            w_NK = weight.load([expert * PARTS, row, first]).reshape(BLOCK_N, BLOCK_K)
-        elif EVEN_K:
-            w_NK = tl.load(places + first)
-        else:
-            w_NK = tl.load(places + first, mask=is_in, other=0.0)
-        sums = tl.dot(x_MK, tl.trans(w_NK), sums, input_precision="ieee")
-    return sums
 
 
 @fast_launch
@@ -171,7 +80,7 @@ def _grouped_kernel(
     """Multiply a block of one expert's rows: gathered by token if first, else in order."""
     let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
-    tile, block = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(1)
     expert = tl.load(block_experts + block)
     if expert >= 0:
         start = tl.load(block_starts + block)
@@ -182,37 +91,14 @@ def _grouped_kernel(
             x_rows, out_rows = pairs // num_chosen, places
         else:
             x_rows, out_rows = places, pairs
-        sums = _multiply(
-            x, x_rows, is_row, start, weight, expert, tile * BLOCK_N + tl.arange(0, BLOCK_N),
-            N, K, x_stride, expert_rows, row_step, up_offset,
-            IS_GATED, EVEN_K, PARTS, IS_X_GATHERED, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
-        if not IS_GATED:
-            gate, up = sums, sums
-        elif PARTS == 2:
-            parts = tl.permute(tl.reshape(sums, (BLOCK_M, 2, WIDTH)), (0, 2, 1))
-            gate, up = tl.split(parts)
-        else:
-            gate, up = tl.split(tl.reshape(sums, (BLOCK_M, WIDTH, 2)))
-        outputs = tile * WIDTH + tl.arange(0, WIDTH)
-        is_in = outputs < N
-        rows = tl.minimum(outputs, N - 1) * row_step
-        result = finish(
-            gate, up, bias, expert, rows, rows + up_offset, expert_rows, is_in, alpha, limit,
-            out.dtype.element_ty, ACTIVATION,
+        result, outputs, is_in = compute_tile(
+            x, x_rows, is_row, start, weight, bias, expert,
+            N, K, x_stride, expert_rows, row_step, up_offset, alpha, limit,
+            ACTIVATION, IS_GATED, EVEN_K, PARTS, IS_X_GATHERED, BLOCK_M, BLOCK_N, BLOCK_K,
+            out.dtype.element_ty,
         )  # fmt: skip
         out_places = out + out_rows[:, None].to(tl.int64) * N + outputs[None, :]
         tl.store(out_places, result, mask=is_row[:, None] & is_in[None, :])
-
-
-def _describe_weight(product: Product, tile: Tile, block_k: int) -> tuple[TensorDescriptor, int]:
-    """Return a descriptor of all experts' rows, [experts * parts, rows, K], and its parts."""
-    weight = product.weight
-    parts = 2 if product.is_gated and product.row_step == 1 else 1
-    num_experts, rows, k = weight.shape
-    view = weight.view(num_experts * parts, rows // parts, k)
-    return TensorDescriptor.from_tensor(view, [parts, tile.block_n // parts, block_k]), parts
 
 
 def multiply_grouped(
@@ -229,9 +115,9 @@ def multiply_grouped(
     n, num_pairs = product.num_outputs, routing.order.shape[0]
     block_k = tile.block_k * 2 // x.element_size()
     weight, parts, source = product.weight, 0, x
-    has_descriptors = tile.has_descriptors and k * x.element_size() % _DESCRIPTOR_BYTES == 0
+    has_descriptors = can_describe(tile, x, k)
     if has_descriptors:
-        weight, parts = _describe_weight(product, tile, block_k)
+        weight, parts = describe_weight(product, tile, block_k)
         if not is_first:
             source = TensorDescriptor.from_tensor(x, [tile.block_m, block_k])
     out = x.new_empty(num_pairs, n)
