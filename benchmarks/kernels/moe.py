@@ -29,7 +29,16 @@ MOST_SINGLE_PAIRS = 64
 MANY_TOKENS = 1024
 
 
-def _tile(m: int, n: int, k: int, warps: int, stages: int, *, described: bool = True) -> Tile:
+def _tile(
+    m: int,
+    n: int,
+    k: int,
+    warps: int,
+    stages: int,
+    *,
+    described: bool = True,
+    halves: bool = False,
+) -> Tile:
     return Tile(
         block_m=m,
         block_n=n,
@@ -37,6 +46,7 @@ def _tile(m: int, n: int, k: int, warps: int, stages: int, *, described: bool = 
         num_warps=warps,
         num_stages=stages,
         has_descriptors=described,
+        has_halves=halves,
     )
 
 
@@ -74,6 +84,9 @@ MANY_TILES = {
     "128x128x64 w8 s4 tma": _tile(128, 128, 64, 8, 4),
     "128x256x64 w8 s3 tma": _tile(128, 256, 64, 8, 3),
     "128x256x64 w8 s4 tma": _tile(128, 256, 64, 8, 4),
+    "128x256x64 w8 s3 tma halves": _tile(128, 256, 64, 8, 3, halves=True),
+    "128x256x64 w8 s4 tma halves": _tile(128, 256, 64, 8, 4, halves=True),
+    "256x128x64 w8 s3 tma halves": _tile(256, 128, 64, 8, 3, halves=True),
     "64x256x64 w4 s3 tma": _tile(64, 256, 64, 4, 3),
     "256x128x64 w8 s3 tma": _tile(256, 128, 64, 8, 3),
 }

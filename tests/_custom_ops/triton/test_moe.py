@@ -100,21 +100,22 @@ def assert_equals_twin(
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["single", "vector", "scanned", "grouped", "described"])
+@pytest.fixture(params=["single", "vector", "scanned", "grouped", "described", "halved"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
-    if request.param in ("scanned", "grouped", "described"):
+    if request.param in ("scanned", "grouped", "described", "halved"):
         monkeypatch.setattr(moe, "MAX_SINGLE_PAIRS", 0)
-    if request.param in ("grouped", "described"):
+    if request.param in ("grouped", "described", "halved"):
         monkeypatch.setattr(moe, "MAX_PAIRS", 0)
     monkeypatch.setattr(moe_scanned, "_CHUNK_PAIRS", 16)
     tile = moe_tile.Tile(
-        block_m=16,
+        block_m=32 if request.param == "halved" else 16,
         block_n=32,
         block_k=32,
         num_warps=4,
         num_stages=2,
-        has_descriptors=request.param == "described",
+        has_descriptors=request.param in ("described", "halved"),
+        has_halves=request.param == "halved",
     )
     monkeypatch.setattr(moe, "choose_tile", lambda *_: tile)
     if request.param == "vector":

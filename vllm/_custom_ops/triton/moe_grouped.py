@@ -43,6 +43,52 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
 
 
+@triton.jit
+def _run_block(
+    out,
+    x,
+    weight,
+    bias,
+    order,
+    expert,
+    start,
+    end,
+    N,
+    K,
+    x_stride,
+    expert_rows,
+    row_step,
+    up_offset,
+    num_chosen,
+    alpha,
+    limit,
+    IS_FIRST: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_X_GATHERED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    places = start + tl.arange(0, BLOCK_M)
+    is_row = places < end
+    pairs = tl.load(order + places, mask=is_row, other=0)
+    if IS_FIRST:
+        x_rows, out_rows = pairs // num_chosen, places
+    else:
+        x_rows, out_rows = places, pairs
+    result, outputs, is_in = compute_tile(
+        x, x_rows, is_row, start, weight, bias, expert,
+        N, K, x_stride, expert_rows, row_step, up_offset, alpha, limit,
+        ACTIVATION, IS_GATED, EVEN_K, PARTS, IS_X_GATHERED, BLOCK_M, BLOCK_N, BLOCK_K,
+        out.dtype.element_ty,
+    )  # fmt: skip
+    out_places = out + out_rows[:, None].to(tl.int64) * N + outputs[None, :]
+    tl.store(out_places, result, mask=is_row[:, None] & is_in[None, :])
+
+
 @fast_launch
 @triton.jit(
     do_not_specialize=["alpha", "limit"],
@@ -51,6 +97,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _grouped_kernel(
     out,
     x,
+    x_tiles,
     weight,
     bias,
     order,
@@ -71,34 +118,41 @@ def _grouped_kernel(
     IS_GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     PARTS: tl.constexpr,
-    IS_X_GATHERED: tl.constexpr,
+    HAS_HALVES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Multiply a block of one expert's rows: gathered by token if first, else in order."""
+    """Multiply a block of one expert's rows: gathered by token if first, else in order.
+
+    `x_tiles` is a descriptor of `x` or None.
+    """
     let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
     block = tl.program_id(1)
     expert = tl.load(block_experts + block)
     if expert >= 0:
         start = tl.load(block_starts + block)
-        places = start + tl.arange(0, BLOCK_M)
-        is_row = places < tl.load(ends + expert)
-        pairs = tl.load(order + places, mask=is_row, other=0)
-        if IS_FIRST:
-            x_rows, out_rows = pairs // num_chosen, places
+        end = tl.load(ends + expert)
+        if HAS_HALVES and end - start <= BLOCK_M // 2:
+            _run_block(
+                out, x, weight, bias, order, expert, start, end, N, K, x_stride, expert_rows,
+                row_step, up_offset, num_chosen, alpha, limit, IS_FIRST, ACTIVATION, IS_GATED,
+                EVEN_K, PARTS, True, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        elif x_tiles is None:
+            _run_block(
+                out, x, weight, bias, order, expert, start, end, N, K, x_stride, expert_rows,
+                row_step, up_offset, num_chosen, alpha, limit, IS_FIRST, ACTIVATION, IS_GATED,
+                EVEN_K, PARTS, True, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         else:
-            x_rows, out_rows = places, pairs
-        result, outputs, is_in = compute_tile(
-            x, x_rows, is_row, start, weight, bias, expert,
-            N, K, x_stride, expert_rows, row_step, up_offset, alpha, limit,
-            ACTIVATION, IS_GATED, EVEN_K, PARTS, IS_X_GATHERED, BLOCK_M, BLOCK_N, BLOCK_K,
-            out.dtype.element_ty,
-        )  # fmt: skip
-        out_places = out + out_rows[:, None].to(tl.int64) * N + outputs[None, :]
-        tl.store(out_places, result, mask=is_row[:, None] & is_in[None, :])
+            _run_block(
+                out, x_tiles, weight, bias, order, expert, start, end, N, K, x_stride, expert_rows,
+                row_step, up_offset, num_chosen, alpha, limit, IS_FIRST, ACTIVATION, IS_GATED,
+                EVEN_K, PARTS, False, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 def multiply_grouped(
@@ -114,18 +168,18 @@ def multiply_grouped(
     _, expert_rows, k = product.weight.shape
     n, num_pairs = product.num_outputs, routing.order.shape[0]
     block_k = tile.block_k * 2 // x.element_size()
-    weight, parts, source = product.weight, 0, x
-    has_descriptors = can_describe(tile, x, k)
-    if has_descriptors:
+    weight, parts, x_tiles = product.weight, 0, None
+    if can_describe(tile, x, k):
         weight, parts = describe_weight(product, tile, block_k)
         if not is_first:
-            source = TensorDescriptor.from_tensor(x, [tile.block_m, block_k])
+            x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, block_k])
     out = x.new_empty(num_pairs, n)
     is_overlapped = overlaps(x.device)
     num_tiles = cdiv(n * (2 if product.is_gated else 1), tile.block_n)
     _grouped_kernel[(num_tiles, routing.max_blocks)](
         out,
-        source,
+        x,
+        x_tiles,
         weight,
         product.bias,
         routing.order,
@@ -146,7 +200,7 @@ def multiply_grouped(
         IS_GATED=product.is_gated,
         EVEN_K=k % block_k == 0,
         PARTS=parts,
-        IS_X_GATHERED=is_first or not has_descriptors,
+        HAS_HALVES=tile.has_halves,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,

@@ -29,6 +29,7 @@ class Tile:
         block_k: elements of K that are on their way together, of two bytes each.
         num_stages: tiles that are on their way at once.
         has_descriptors: whether the copy engine of Hopper brings what is not gathered.
+        has_halves: whether blocks of up to half as many pairs take about half as long.
     """
 
     block_m: int
@@ -37,6 +38,7 @@ class Tile:
     num_warps: int
     num_stages: int
     has_descriptors: bool = False
+    has_halves: bool = False
 
 
 @triton.jit
