@@ -92,11 +92,11 @@ def prompt_attention(
     """Attend causally within whole prompts, none of which has anything in a cache; GPUs only.
 
     Args:
-        out_THD: like `query_THD`; overwritten.
+        out_THD: [T, H, V]; overwritten.
         query_THD: float32, float16 or bfloat16 [T, H, D], D a multiple of 8 up to 640, contiguous
             in D.
         key_THD: [T, Hkv, D].
-        value_THD: same.
+        value_THD: [T, Hkv, V], V at most D.
         cu_query_lens: int32 [B + 1].
         max_query_len: no prompt is longer.
         scale: factor of the logits.

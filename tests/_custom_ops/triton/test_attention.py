@@ -304,18 +304,6 @@ def test_whole_tiles_are_copied_by_the_device(
     torch.testing.assert_close(attend(moved, 0, 4096).cpu(), expected, rtol=1.6e-2, atol=1.6e-2)
 
 
-def test_prompt_attention_equals_twin(device: str) -> None:
-    lens = cumulative([40, 1, 20])
-    query = random_rows(61, 4, 24, dtype=torch.float32, seed=0)
-    key, value = (random_rows(61, 2, 24, dtype=torch.float32, seed=i) for i in (1, 2))
-    expected, found = poisoned(query.shape, query.dtype), poisoned(query.shape, query.dtype)
-    naive.prompt_attention(expected, query, key, value, lens, 40, 0.2)
-    found = found.to(device)
-    moved = (x.to(device) for x in (query, key, value, lens))
-    ops.prompt_attention(found, *moved, 40, 0.2)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_padding_rows_are_zero_and_read_nothing(device: str) -> None:
     problem = Problem(rows=((40, 1), (9, 1)))
     expected = check(problem, device)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs, ChunkRows, JoinedRows
 from vllm._custom_ops.triton.attention_decode import chunk_attention, decode_attention
 from vllm._custom_ops.triton.attention_join import can_join, join_rows
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
+from vllm._custom_ops.triton.attention_shape import split_head
 
 
 def paged_attention(
@@ -109,6 +111,13 @@ def prompt_attention(
     scale: float,
 ) -> None:
     """See the door."""
+    head_size, value_size = query_THD.shape[2], value_THD.shape[2]
+    if value_size not in (head_size, split_head(head_size)[0]):  # a size that no tile has
+        whole = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        padded = torch.nn.functional.pad(value_THD, (0, head_size - value_size))
+        prompt_attention(whole, query_THD, key_THD, padded, cu_query_lens, max_query_len, scale)
+        out_THD.copy_(whole[:, :, :value_size])
+        return
     args = AttentionArgs(
         out=out_THD,
         query=query_THD,

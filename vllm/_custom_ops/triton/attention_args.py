@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm._custom_ops.triton.attention_shape import split_head
 from vllm.errors import ShapeError
 
 _NO_LIMIT = 1 << 30  # a window or a chunk that no sequence outgrows
@@ -23,6 +24,8 @@ class AttentionArgs:
 
     Attributes:
         key_cache: None where no row has anything in the cache.
+        fresh_value: without a cache a value may be shorter than a key: the first part of a head, as
+            `split_head` cuts it.
         cu_key_lens: int32 [B + 1] where the new rows of K and V are more than those of the queries:
             the last ones up to each row's end. None where they are the same.
     """
@@ -53,12 +56,16 @@ class AttentionArgs:
         _require(rows is not None, "neither a cache nor new rows are given")
         assert rows is not None and values is not None
         _require(self.query.dtype in _DTYPES, f"query has dtype {self.query.dtype}")
-        _require(self.out.shape == self.query.shape, f"out has shape {tuple(self.out.shape)}")
+        value_size = values.shape[-1]
+        out_shape = (*self.query.shape[:2], value_size)
+        _require(self.out.shape == out_shape, f"out has shape {tuple(self.out.shape)}")
         _require(rows.dtype == self.query.dtype, f"K has dtype {rows.dtype}")
         _require(rows.shape[-1] == size, f"K has heads of {rows.shape[-1]}, query of {size}")
         _require(size % 8 == 0 and size <= 640, f"head size is {size}")
         _require(heads % rows.shape[-2] == 0, f"{heads} heads cannot share {rows.shape[-2]}")
-        _require(values.shape == rows.shape, f"V has shape {tuple(values.shape)}")
+        sizes = {size} if is_cached else {size, split_head(size)[0]}
+        is_value = values.shape[:-1] == rows.shape[:-1] and value_size in sizes
+        _require(is_value, f"V has shape {tuple(values.shape)}")
         _require(
             not is_cached or values.stride() == rows.stride(),
             f"K has strides {rows.stride()}, V {values.stride()}",
@@ -109,13 +116,21 @@ class AttentionArgs:
         """Tokens of a cache block; any number where there is no cache."""
         return 16 if self.key_cache is None else self.key_cache.shape[1]
 
-    def launch_arguments(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    def launch_arguments(
+        self, *, has_value_strides: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """Return the kernels' tensors and strides in their order.
 
         What is absent is stood for by something of the same type that a kernel never reads.
+
+        Args:
+            has_value_strides: whether the kernel takes strides of new values behind those of keys.
         """
         key, value = self.fresh_key, self.fresh_value
-        if key is not None and value is not None and key.stride() != value.stride():
+        value_strides = () if value is None else value.stride()[:2]
+        if has_value_strides:
+            value_strides = value_strides or (0, 0)
+        elif key is not None and value is not None and key.stride() != value.stride():
             key, value = key.contiguous(), value.contiguous()
         cache, table = self.key_cache, self.block_offsets
         tensors = (
@@ -136,6 +151,7 @@ class AttentionArgs:
             *self.query.stride()[:2],
             *((0, 0, 0) if cache is None else cache.stride()[:3]),
             *((0, 0) if key is None else key.stride()[:2]),
+            *(value_strides if has_value_strides else ()),
         )
         return tensors, strides
 

@@ -52,6 +52,7 @@ def _attend_tile(
     fresh_key_head,
     fresh_value_head,
     key_tiles,
+    key_tail_tiles,
     value_tiles,
     kv_head,
     table,
@@ -66,8 +67,11 @@ def _attend_tile(
     token_stride,
     fresh_token_stride,
     fresh_head_stride,
+    value_token_stride,
+    value_head_stride,
     BLOCK_N: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -83,8 +87,8 @@ def _attend_tile(
     """Let a tile of queries see the keys from `begin` on; `tail` is unused where TAIL is 0."""
     BY_TILE: tl.constexpr = HAS_TILES and not IS_MASKED
     if BY_TILE:
-        place = [first_fresh + begin - num_cached, kv_head * fresh_head_stride]
-        key_main = key_tiles.load(place)
+        fresh_row, column = first_fresh + begin - num_cached, kv_head * fresh_head_stride
+        key_main = key_tiles.load([fresh_row, column])
     else:
         position = begin + tl.arange(0, BLOCK_N)
         is_read = position <= last
@@ -92,18 +96,22 @@ def _attend_tile(
             is_read &= (position >= first) | (position < sink_tokens)
         if not IS_MASKED:
             is_read = position >= 0
-        cached_place, fresh_place = locate_rows(
+        cached_place, fresh_row = locate_rows(
             table, position, is_read, num_cached, first_fresh,
-            unit_stride, token_stride, fresh_token_stride, BLOCK_TOKENS, HAS_CACHE,
+            unit_stride, token_stride, 1, BLOCK_TOKENS, HAS_CACHE,
         )  # fmt: skip
         is_cached = position < num_cached
         key_rows = point_rows(
-            key_head, fresh_key_head, cached_place, fresh_place, is_cached, HAS_CACHE, HAS_FRESH
-        )
+            key_head, fresh_key_head, cached_place, fresh_row * fresh_token_stride, is_cached,
+            HAS_CACHE, HAS_FRESH,
+        )  # fmt: skip
         key_main = load_part(key_rows, is_read, 0, MAIN, HEAD_SIZE, IS_MASKED)
     products = tl.dot(query_main, tl.trans(key_main), input_precision=PRECISION)
     if TAIL:
-        key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
+        if BY_TILE:
+            key_tail = key_tail_tiles.load([fresh_row, column + MAIN])
+        else:
+            key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
         products = tl.dot(query_tail, tl.trans(key_tail), products, input_precision=PRECISION)
     if HAS_SOFT_CAP:
         products = scale_logits(products, scale, soft_cap, True)
@@ -117,19 +125,20 @@ def _attend_tile(
     if HAS_ONE_FIELD:
         value_main = key_main
     elif BY_TILE:
-        value_main = value_tiles.load(place)
+        value_main = value_tiles.load([fresh_row, kv_head * value_head_stride])
     else:
         value_rows = point_rows(
-            value_head, fresh_value_head, cached_place, fresh_place, is_cached, HAS_CACHE, HAS_FRESH
-        )
-        value_main = load_part(value_rows, is_read, 0, MAIN, HEAD_SIZE, IS_MASKED)
+            value_head, fresh_value_head, cached_place, fresh_row * value_token_stride, is_cached,
+            HAS_CACHE, HAS_FRESH,
+        )  # fmt: skip
+        value_main = load_part(value_rows, is_read, 0, MAIN, VALUE_SIZE, IS_MASKED)
     weights = weights.to(value_main.dtype)
     main = tl.dot(weights, value_main, main * factor[:, None], input_precision=PRECISION)
-    if TAIL:
+    if TAIL and VALUE_SIZE > MAIN:
         if HAS_ONE_FIELD:
             value_tail = key_tail
         else:
-            value_tail = load_part(value_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
+            value_tail = load_part(value_rows, is_read, MAIN, TAIL, VALUE_SIZE, IS_MASKED)
         tail = tl.dot(weights, value_tail, tail * factor[:, None], input_precision=PRECISION)
     return biggest, total, main, tail
 
@@ -164,6 +173,7 @@ def _prefill_kernel(
     sinks,
     cu_key_lens,
     key_tiles,
+    key_tail_tiles,
     value_tiles,
     scale,
     soft_cap,
@@ -182,8 +192,11 @@ def _prefill_kernel(
     head_stride,
     fresh_token_stride,
     fresh_head_stride,
+    value_token_stride,
+    value_head_stride,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -218,8 +231,10 @@ def _prefill_kernel(
     query_rows = query + query_token * query_token_stride + head * query_head_stride
     query_main = load_part(query_rows, is_query, 0, MAIN, HEAD_SIZE)
     query_tail, tail = query_main, 0.0
+    VALUE_TAIL: tl.constexpr = TAIL if VALUE_SIZE > MAIN else 0
     if TAIL:
         query_tail = load_part(query_rows, is_query, MAIN, TAIL, HEAD_SIZE)
+    if VALUE_TAIL:
         tail = tl.zeros((BLOCK_M, TAIL), tl.float32)
     main = tl.zeros((BLOCK_M, MAIN), tl.float32)
     biggest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -242,7 +257,7 @@ def _prefill_kernel(
     key_head = key_cache + kv_head * head_stride
     value_head = value_cache + kv_head * head_stride
     fresh_key_head = fresh_key + kv_head * fresh_head_stride
-    fresh_value_head = fresh_value + kv_head * fresh_head_stride
+    fresh_value_head = fresh_value + kv_head * value_head_stride
     table = block_offsets + row.to(tl.int64) * table_stride
     num_cached = num_computed if HAS_FRESH else seq_len
     first_fresh = tl.load(cu_key_lens + row + 1) - query_len
@@ -250,11 +265,11 @@ def _prefill_kernel(
         biggest, total, main, tail = _attend_tile(
             biggest, total, main, tail, query_main, query_tail, query_position,
             tile * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
-            key_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
-            scale, soft_cap, window, sink_tokens, chunk_tokens,
-            unit_stride, token_stride, fresh_token_stride, fresh_head_stride,
-            BLOCK_N, HEAD_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH, HAS_TILES,
-            HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
+            key_tiles, key_tail_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
+            scale, soft_cap, window, sink_tokens, chunk_tokens, unit_stride, token_stride,
+            fresh_token_stride, fresh_head_stride, value_token_stride, value_head_stride,
+            BLOCK_N, HEAD_SIZE, VALUE_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH,
+            HAS_TILES, HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
         )  # fmt: skip
     num_before = num_sink_tiles + whole_begin - first_tile
     num_masked = num_before + last // BLOCK_N + 1 - whole_end
@@ -263,15 +278,15 @@ def _prefill_kernel(
         biggest, total, main, tail = _attend_tile(
             biggest, total, main, tail, query_main, query_tail, query_position,
             index * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
-            key_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
-            scale, soft_cap, window, sink_tokens, chunk_tokens,
-            unit_stride, token_stride, fresh_token_stride, fresh_head_stride,
-            BLOCK_N, HEAD_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH, HAS_TILES,
-            HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
+            key_tiles, key_tail_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
+            scale, soft_cap, window, sink_tokens, chunk_tokens, unit_stride, token_stride,
+            fresh_token_stride, fresh_head_stride, value_token_stride, value_head_stride,
+            BLOCK_N, HEAD_SIZE, VALUE_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH,
+            HAS_TILES, HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
         )  # fmt: skip
 
     out_rows = out + query_token * out_token_stride + head * out_head_stride
-    store_head(out_rows, main, tail, total, is_query, MAIN, TAIL, HEAD_SIZE)
+    store_head(out_rows, main, tail, total, is_query, MAIN, VALUE_TAIL, VALUE_SIZE)
 
 
 _fast_kernel = fast_launch(_prefill_kernel)
@@ -298,7 +313,7 @@ def prefill_attention(
     tile = tile or fit_prefill_tile(
         head_size, args.query.element_size(), args.has_one_field, args.query.device
     )
-    pointers, strides = args.launch_arguments()
+    pointers, strides = args.launch_arguments(has_value_strides=True)
     window, sink_tokens, chunk_tokens = args.mask()
     grid = (num_heads, -(-max_query_len // tile.block_m), num_rows)
     tiles = _describe_tiles(args, tile.block_n) if max_query_len >= _MIN_TILED_TOKENS else None
@@ -306,7 +321,7 @@ def prefill_attention(
     kernel[grid](
         *pointers,
         args.cu_query_lens if args.cu_key_lens is None else args.cu_key_lens,
-        *(tiles or (args.query, args.query)),
+        *(tiles or (args.query,) * 3),
         args.scale,
         args.soft_cap,
         window,
@@ -317,6 +332,7 @@ def prefill_attention(
         *strides,
         GROUP=args.group,
         HEAD_SIZE=head_size,
+        VALUE_SIZE=args.out.shape[2],
         MAIN=main,
         TAIL=tail,
         BLOCK_M=tile.block_m,
@@ -340,24 +356,25 @@ def _describe_tiles(args: AttentionArgs, block_n: int) -> tuple[TensorDescriptor
 
     Whole tiles of rows that lie behind each other are then loaded without a pointer in a register.
     """
-    head_size = args.query.shape[2]
+    head_size, value_size = args.query.shape[2], args.out.shape[2]
+    main, tail = split_head(head_size)
     key, value = args.fresh_key, args.fresh_value
     if (
         args.key_cache is not None
         or key is None
         or value is None
         or not can_copy_tiles(args.query.device)
-        or split_head(head_size) != (head_size, 0)
         or args.query.element_size() != 2
-        or key.stride() != value.stride()
+        or main + tail != head_size
+        or value_size > main
     ):
         return None
     tiles = []
-    for row_SHD in (key, value):
+    for row_SHD, size in ((key, main), (key, tail or main), (value, main)):
         token_stride, head_stride, _ = row_SHD.stride()
         if row_SHD.data_ptr() % 16 or token_stride % 8:
             return None
-        width = (row_SHD.shape[1] - 1) * head_stride + head_size
+        width = (row_SHD.shape[1] - 1) * head_stride + row_SHD.shape[2]
         shape, strides = [row_SHD.shape[0], width], [token_stride, 1]
-        tiles.append(TensorDescriptor(row_SHD, shape, strides, [block_n, head_size]))
+        tiles.append(TensorDescriptor(row_SHD, shape, strides, [block_n, size]))
     return tuple(tiles)
