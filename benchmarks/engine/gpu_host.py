@@ -26,6 +26,7 @@ import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -37,7 +38,7 @@ from shapes import SHAPES, write_shape  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import TensorParallel  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
-from vllm.worker import gpu_memory  # noqa: E402
+from vllm.worker import gpu_memory, gpu_setup  # noqa: E402
 from vllm.worker.gpu_model_runner import GpuModelRunner  # noqa: E402
 from vllm.worker.gpu_warmup import compile_ahead  # noqa: E402
 
@@ -51,6 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top", type=int, default=25, help="functions that are shown")
     parser.add_argument("--events", action="store_true", help="show every compiled kernel")
     parser.add_argument("--ahead", action="store_true", help="compile kernels side by side")
+    parser.add_argument("--prompt-graphs", action="store_true", help="small prompts as graphs")
     parser.add_argument("--profile-start", action="store_true", help="show the start by function")
     return parser.parse_args()
 
@@ -173,6 +175,52 @@ def compile_before_profile(watch: Watch) -> None:
     gpu_memory._run_largest_step = compile_and_run
 
 
+def capture_prompts() -> None:
+    """Let the runner capture small steps with prompts."""
+    read = gpu_setup.read_limits
+    gpu_setup.read_limits = lambda *given: replace(read(*given), has_prompt_graphs=True)
+
+
+def time_submits() -> tuple[list[float], list[GpuModelRunner]]:
+    """Return a list that gets the seconds of every step's `submit`, and one with its runner."""
+    submits: list[float] = []
+    runners: list[GpuModelRunner] = []
+    submit = GpuModelRunner.submit
+
+    def timed(self: GpuModelRunner, plan: Any) -> Any:
+        started_s = time.perf_counter()
+        pending = submit(self, plan)
+        submits.append(time.perf_counter() - started_s)
+        runners[:] = [self]
+        return pending
+
+    GpuModelRunner.submit = timed  # type: ignore[method-assign]
+    return submits, runners
+
+
+def compare_graphs(llm: LLM, runner: GpuModelRunner, vocab: int) -> None:
+    """Print how far answers by prompt graphs agree with those of single launches."""
+    rng = random.Random(1)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    params.detokenize = False
+    graphs = runner._prompts
+    for lens in ([13], [512], [100, 300], [700], [40] * 30, [*range(5, 200, 9)]):
+        prompts = [
+            TokensPrompt(prompt_token_ids=[rng.randrange(10, vocab - 10) for _ in range(n)])
+            for n in lens
+        ]
+        answers = []
+        for used in (graphs, None):
+            runner._prompts = used
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+        runner._prompts = graphs
+        pairs = list(zip(*answers, strict=True))
+        firsts = sum(a[0] == b[0] for a, b in pairs)
+        alike = sum(a == b for a, b in pairs)
+        print(f"prompts {str(lens)[:40]}: of {len(lens)} {firsts} begin alike, {alike} are alike")
+
+
 def make_engine(shape: str, folder: Path) -> LLM:
     """Return the engine of `gpu_offline.py`."""
     return LLM(
@@ -192,21 +240,15 @@ def main() -> int:
     watch = Watch()
     args = parse_args()
     watch.note("imported")
+    if args.prompt_graphs:
+        capture_prompts()
     if args.ahead:
         compile_before_profile(watch)
     vocab = SHAPES[args.shape]["vocab_size"]
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     params.detokenize = False
-    submits: list[float] = []
-    submit = GpuModelRunner.submit
-
-    def timed(self: GpuModelRunner, plan: Any) -> Any:
-        started_s = time.perf_counter()
-        pending = submit(self, plan)
-        submits.append(time.perf_counter() - started_s)
-        return pending
-
+    submits, runners = time_submits()
     profiler = cProfile.Profile()
     with tempfile.TemporaryDirectory() as folder:
         if args.profile_start:
@@ -230,7 +272,6 @@ def main() -> int:
         if args.profile_start:
             show(profiler, args.top)
         measure_parts()
-        GpuModelRunner.submit = timed  # type: ignore[method-assign]
         answer(args.tokens)
         submits.clear()
         walls = [answer(args.tokens) for _ in range(args.prompts)]
@@ -239,6 +280,8 @@ def main() -> int:
             f"{statistics.median(walls) * 1e3:.2f} ms, its submit "
             f"{statistics.median(submits) * 1e3:.2f} ms (least {min(submits) * 1e3:.2f})"
         )
+        if args.prompt_graphs:
+            compare_graphs(llm, runners[0], vocab)
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(args.prompts):

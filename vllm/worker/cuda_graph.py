@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,16 +49,16 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def capture(self) -> None:
-        """Capture all sizes, the largest first: the others find their memory in its pool."""
+    def capture(self, pool: Any, *, only_largest: bool = False) -> None:
+        """Capture the sizes, the largest first: the others find their memory in its pool."""
         started_s = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
-            self._graphs[size] = capture_step(self._run, size, pool)
+        sizes = self.sizes[-1:] if only_largest else self.sizes
+        for size in reversed(sizes):
+            self._graphs[size] = capture_step(partial(self._run, size), pool)
         logger.info(
             "Captured %d CUDA graphs of decode steps (up to %d rows) in %.2f s",
-            len(self.sizes),
-            self.sizes[-1],
+            len(sizes),
+            sizes[-1],
             time.perf_counter() - started_s,
         )
 
@@ -71,9 +72,7 @@ class DecodeGraphs:
         return num_rows in self._graphs
 
 
-def capture_step(
-    run: Callable[[int], Tensor], num_rows: int, pool: Any
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture_step(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Return the graph of one step and the tensor its result lands in.
 
     The step runs once before: kernels are compiled, libraries get their workspaces.
@@ -81,9 +80,9 @@ def capture_step(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(num_rows)
+        run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
-        hidden_BE = run(num_rows)
-    return graph, hidden_BE
+        hidden = run()
+    return graph, hidden

@@ -171,7 +171,6 @@ def _measure_graphs(runner: GpuModelRunner, limits: RunnerLimits) -> int:
     if not limits.has_graphs:
         return 0
     before = torch.cuda.memory_reserved()
-    sizes = runner.graph_sizes
-    runner.capture(sizes=sizes[-1:])
+    runner.capture(only_largest=True)
     torch.cuda.synchronize()
-    return max(0, torch.cuda.memory_reserved() - before) + _GRAPH_BYTES * len(sizes)
+    return max(0, torch.cuda.memory_reserved() - before) + _GRAPH_BYTES * runner.num_graphs

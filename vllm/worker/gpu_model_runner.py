@@ -8,7 +8,7 @@ it knows no requests and no owners of blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,14 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.sampler import PendingSamples, Sampler, SampleRequest
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import StepOutput, StepPlan
+from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.cuda_graph import DecodeGraphs, list_graph_sizes
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import BatchRow, StepInput
 from vllm.worker.model_runner import list_group_kernels, make_outputs
 from vllm.worker.pending_step import FinishedStep, PendingStep
+from vllm.worker.prompt_graph import MAX_SEQ_LEN, PromptBuffers, PromptGraphs, list_prompt_sizes
 from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
 
 
@@ -35,12 +37,14 @@ class RunnerLimits:
 
     Attributes:
         has_graphs: whether decode steps are captured.
+        has_prompt_graphs: whether small steps with prompts are, too.
     """
 
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
     has_graphs: bool
+    has_prompt_graphs: bool = False
 
 
 class GpuModelRunner:
@@ -76,19 +80,21 @@ class GpuModelRunner:
             decode_sizes=sizes,
         )
         self._graphs = DecodeGraphs(self.run_decode, sizes)
+        self._prompts = make_prompt_graphs(self.run_forward, cache.geometries, limits, device)
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that have, or will have, a graph; ascending."""
-        return self._graphs.sizes
+    def num_graphs(self) -> int:
+        """Graphs that there are, or will be."""
+        return len(self._graphs.sizes) + (0 if self._prompts is None else len(self._prompts.sizes))
 
     @torch.inference_mode()
-    def capture(self, *, sizes: Sequence[int] | None = None) -> None:
-        """Capture the decode graphs; `sizes` limits them, for measuring."""
-        if sizes is not None:
-            self._graphs = DecodeGraphs(self.run_decode, sizes)
+    def capture(self, *, only_largest: bool = False) -> None:
+        """Capture the graphs, or of each kind the largest alone, for measuring."""
+        pool = torch.cuda.graph_pool_handle()
+        if self._prompts is not None:
+            self._prompts.capture(pool, only_largest=only_largest)
         if self._graphs.sizes:
-            self._graphs.capture()
+            self._graphs.capture(pool, only_largest=only_largest)
 
     def run_decode(self, num_rows: int) -> Tensor:
         """Queue a decode step of the rows in the input batch's columns; [rows, E]."""
@@ -129,7 +135,10 @@ class GpuModelRunner:
 
     def _run_step(self, step: StepInput) -> Tensor:
         if not step.is_decode:
-            return self.run_forward(step.batch)
+            size = None if self._prompts is None else self._prompts.find_size(step.batch)
+            if self._prompts is None or size is None:
+                return self.run_forward(step.batch)
+            return self._prompts.replay(step.batch, size)
         num_rows = len(step.batch.input_ids)
         if num_rows in self._graphs:
             return self._graphs.replay(num_rows)
@@ -160,6 +169,22 @@ class GpuModelRunner:
             next_ids = self._tp.broadcast(next_ids.clone())
         self._input_batch.advance(rows, next_ids)
         return samples
+
+
+def make_prompt_graphs(
+    run: Callable[[ForwardBatch], Tensor],
+    geometries: Sequence[GroupGeometry],
+    limits: RunnerLimits,
+    device: torch.device,
+) -> PromptGraphs | None:
+    """Return the graphs of small steps with prompts, or None where there are none."""
+    if not limits.has_prompt_graphs:
+        return None
+    sizes = list_prompt_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if not sizes:
+        return None
+    max_len = min(limits.max_model_len, MAX_SEQ_LEN)
+    return PromptGraphs(run, PromptBuffers(sizes, max_len, geometries, device), sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
