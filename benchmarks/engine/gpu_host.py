@@ -235,6 +235,20 @@ def make_engine(shape: str, folder: Path) -> LLM:
     )
 
 
+def measure_prompts(
+    args: argparse.Namespace, answer: Callable[[int], float], submits: list[float]
+) -> None:
+    """Print what a prompt takes, and the host's part of it."""
+    answer(args.tokens)
+    submits.clear()
+    walls = [answer(args.tokens) for _ in range(args.prompts)]
+    print(
+        f"{args.shape}: a prompt of {args.tokens} tokens takes "
+        f"{statistics.median(walls) * 1e3:.2f} ms, its submit "
+        f"{statistics.median(submits) * 1e3:.2f} ms (least {min(submits) * 1e3:.2f})"
+    )
+
+
 def main() -> int:
     """Start, measure and print."""
     watch = Watch()
@@ -272,16 +286,12 @@ def main() -> int:
         if args.profile_start:
             show(profiler, args.top)
         measure_parts()
-        answer(args.tokens)
-        submits.clear()
-        walls = [answer(args.tokens) for _ in range(args.prompts)]
-        print(
-            f"{args.shape}: a prompt of {args.tokens} tokens takes "
-            f"{statistics.median(walls) * 1e3:.2f} ms, its submit "
-            f"{statistics.median(submits) * 1e3:.2f} ms (least {min(submits) * 1e3:.2f})"
-        )
         if args.prompt_graphs:
+            print("by graphs:", end=" ")
+            measure_prompts(args, answer, submits)
             compare_graphs(llm, runners[0], vocab)
+            runners[0]._prompts = None
+        measure_prompts(args, answer, submits)
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(args.prompts):
