@@ -94,7 +94,7 @@ def make_step(
 ) -> ForwardBatch:
     """Return a step of rows that are stored nowhere; rows of one token come first."""
     new = torch.tensor(new_lens, dtype=torch.int32, device=device)
-    seq_lens = new + torch.tensor(computed_lens, dtype=torch.int32, device=device)
+    computed = torch.tensor(computed_lens, dtype=torch.int32, device=device)
     ends = torch.cumsum(new, 0, dtype=torch.int32)
     starts = zip(new_lens, computed_lens, strict=True)
     positions = torch.cat([torch.arange(c, c + n, device=device) for n, c in starts])
@@ -116,7 +116,8 @@ def make_step(
         input_ids=torch.zeros_like(positions),
         positions=positions,
         cu_query_lens=torch.cat((torch.zeros_like(ends[:1]), ends)),
-        seq_lens=seq_lens,
+        seq_lens=new + computed,
+        computed_lens=computed,
         logits_rows=ends.long() - 1,
         groups=tuple(groups),
         max_query_len=max(new_lens),
