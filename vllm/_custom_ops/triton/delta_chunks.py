@@ -18,7 +18,7 @@ The second kernel keeps the transposed state. Its registers and those of U' are 
 operands of all products as they are, so that a chunk waits for memory but not for other warps.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.3; the form for one chunk is that of
-arXiv 2406.06484. The inverse is by substitution and block elimination, see `_invert`.
+arXiv 2406.06484. The inverse is that of `triangle.py`.
 """
 
 from __future__ import annotations
@@ -33,66 +33,16 @@ from torch import Tensor
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
 from vllm._custom_ops.triton.tensor_cores import plain_products
+from vllm._custom_ops.triton.triangle import invert
 from vllm.utils.math import cdiv, next_power
 
 _L2_EPSILON = tl.constexpr(1e-6)
-_SUB = tl.constexpr(16)  # tokens whose triangle is inverted by substitution
 _VALUE_BLOCK = 64  # columns of the state in a program, 16 for each of its four warps
 _KEY_PART = 64  # rows of the state in a tile: operands of one tile fit in registers beside it
 _STAGES = 2
 _CHUNK_REGISTERS = 168  # three programs a processor
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
-
-
-@triton.jit
-def _invert_diagonal(below, CHUNK: tl.constexpr):
-    """Return the inverses of the diagonal blocks of I + below, zero beside them.
-
-    Column by column, in float32: after step i row i is final and is taken out of all rows under it.
-    """
-    BLOCKS: tl.constexpr = CHUNK // _SUB
-    block = tl.arange(0, BLOCKS)
-    is_own = block[:, None, None, None] == block[None, None, :, None]
-    parts = tl.reshape(below, [BLOCKS, _SUB, BLOCKS, _SUB])
-    parts = tl.sum(tl.where(is_own, parts, 0.0), axis=2)
-    row = tl.arange(0, _SUB)[None, :, None]
-    column = tl.arange(0, _SUB)[None, None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(parts)
-    for i in range(_SUB - 1):
-        factor = tl.sum(tl.where(column == i, parts, 0.0), axis=2)
-        final = tl.sum(tl.where(row == i, inverse, 0.0), axis=1)
-        inverse -= factor[:, :, None] * final[:, None, :]
-    inverse = tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, _SUB, BLOCKS, _SUB])
-    return tl.reshape(tl.where(is_own, inverse, 0.0), [CHUNK, CHUNK])
-
-
-@triton.jit
-def _invert(
-    below,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    INNER: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return the inverse of I + below, where `below` is strictly lower triangular.
-
-    Diagonal blocks of twice the size are inverted from those of one size by
-        [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]],
-    all blocks of a level in one product of operands of type INNER. Unlike powers of `below` this
-    does not cancel when keys resemble each other.
-    """
-    row = tl.arange(0, CHUNK)[:, None]
-    column = tl.arange(0, CHUNK)[None, :]
-    inverse = _invert_diagonal(below, CHUNK)
-    for level in tl.static_range(4, LEVELS):
-        is_corner = ((row >> (level + 1)) == (column >> (level + 1))) & (
-            (row >> level) != (column >> level)
-        )
-        corner, known = tl.where(is_corner, below, 0.0).to(INNER), inverse.to(INNER)
-        corner = tl.dot(known, corner, input_precision=PRECISION).to(INNER)
-        inverse -= tl.dot(corner, known, input_precision=PRECISION)
-    return inverse
 
 
 @triton.jit
@@ -199,7 +149,7 @@ def _delta_chunk_kernel(
     _store_tile(attention, scores, tokens, at, is_token, at < CHUNK, HEADS * CHUNK)
 
     below *= key_factor[:, None] * (rate * key_factor)[None, :]
-    inverse = _invert(tl.where(is_before, below, 0.0), CHUNK, LEVELS, INNER, PRECISION)
+    inverse = invert(tl.where(is_before, below, 0.0), CHUNK, LEVELS, INNER, PRECISION)
 
     # With the keys as they are. Ratios of lengths keep the ones on the diagonal.
     mixed = inverse * key_factor[None, :] * (1.0 / key_factor)[:, None]
