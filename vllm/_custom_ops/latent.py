@@ -1,7 +1,7 @@
-"""Door of the op between the projections of latent attention and its kernel; CUDA tensors only.
+"""Doors of the ops between the projections of latent attention and its kernels; CUDA tensors only.
 
-Called by `model_executor/layers/mla.py`. Naive twin: `_custom_ops/naive/latent.py`. The op checks
-its arguments; nothing here computes.
+Called by `model_executor/layers/mla.py` and `latent_expansion.py`. Naive twins:
+`_custom_ops/naive/latent.py`. The ops check their arguments; nothing here computes.
 """
 
 from __future__ import annotations
@@ -53,3 +53,18 @@ def latent_norm_rope_cache(
         cos_sin,
         is_neox,
     )
+
+
+def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) -> None:
+    """Write the keys of all heads: what was made from latents, then the part with positions.
+
+    Args:
+        key_THD: float32, float16 or bfloat16 [T, H, N + R], contiguous; overwritten.
+        made_THX: [T, H, X], whose first N elements are a head's key without positions, N at most X.
+        row_TD: [T, L + R], whose last R elements are the part that all heads share.
+        rope: R.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+    """
+    C.latent_keys(key_THD, made_THX, row_TD, rope)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.utils.ops import random_rows
+from tests.utils.ops import poisoned, random_rows
 from tests.utils.paged import make_paged_cache
 from vllm._custom_ops.naive import latent as naive
 from vllm._custom_ops.triton import latent as ops
@@ -66,6 +66,19 @@ def test_equals_twin(device: str, dtype: torch.dtype, is_neox: bool, is_in_place
         torch.testing.assert_close(
             found[name].cpu(), expected[name], rtol=tolerance, atol=tolerance, equal_nan=True
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_equal_twin(device: str, dtype: torch.dtype) -> None:
+    made = random_rows(TOKENS, HEADS, 24 + 16, dtype=dtype, seed=0)
+    row = random_rows(TOKENS, LATENT + ROPE, dtype=dtype, seed=1)
+    expected = poisoned((TOKENS, HEADS, 24 + ROPE), dtype)
+    found = expected.to(device, copy=True)
+    naive.latent_keys(expected, made, row, ROPE)
+    ops.latent_keys(found, made.to(device), row.to(device), ROPE)
+    assert torch.equal(found.cpu(), expected)
+    with pytest.raises(ShapeError, match="keys have shape"):
+        ops.latent_keys(found, made[:3].to(device), row.to(device), ROPE)
 
 
 def test_bad_arguments_name_what_was_given() -> None:

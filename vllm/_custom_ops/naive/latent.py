@@ -1,6 +1,6 @@
-"""The op of latent attention's rows in plain PyTorch: the twin of `_custom_ops/latent.py`.
+"""The ops of latent attention's rows in plain PyTorch: the twins of `_custom_ops/latent.py`.
 
-Read by tests and by anyone who wants to know what the op means. Never called by the engine.
+Read by tests and by anyone who wants to know what the ops mean. Never called by the engine.
 """
 
 from __future__ import annotations
@@ -31,3 +31,10 @@ def latent_norm_rope_cache(
     rotary_embedding(positions, turned_THR, row_TD[:, None, latent:], size, cos_sin, is_neox)
     row_T1D = row_TD[:, None]
     reshape_and_cache(row_T1D, row_T1D, cache, cache, slots_T2)
+
+
+def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) -> None:
+    """Copy both parts."""
+    nope = key_THD.shape[2] - rope
+    key_THD[:, :, :nope] = made_THX[:, :, :nope]
+    key_THD[:, :, nope:] = row_TD[:, None, -rope:]

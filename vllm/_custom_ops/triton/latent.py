@@ -1,4 +1,4 @@
-"""Triton twin of `_custom_ops/latent.py`: one launch instead of four.
+"""Triton twins of `_custom_ops/latent.py`: one launch instead of four, one copy instead of two.
 
 A token has two programs, one for its row, one for its queries, so that neither waits for the other.
 Rounds where the separate ops do: after the norm, after its weight, after turning.
@@ -13,6 +13,8 @@ from torch import Tensor
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import ShapeError
+
+_KEYS_BLOCK = 16
 
 
 @triton.jit
@@ -151,11 +153,81 @@ def latent_norm_rope_cache(
     )
 
 
-OPS = {"latent_norm_rope_cache": latent_norm_rope_cache}
+@fast_launch
+@triton.jit(do_not_specialize=["num_pairs"])
+def _keys_kernel(
+    key,
+    made,
+    row,
+    num_pairs,
+    made_token_stride,
+    made_head_stride,
+    row_stride,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """BLOCK pairs of token and head."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, head = pair // HEADS, pair % HEADS
+    is_pair = (pair < num_pairs)[:, None]
+    target = key + pair[:, None] * (NOPE + ROPE)
+    element = tl.arange(0, BLOCK_N)[None, :]
+    places = made + (token * made_token_stride + head * made_head_stride)[:, None] + element
+    is_in = is_pair & (element < NOPE)
+    tl.store(target + element, tl.load(places, mask=is_in), mask=is_in)
+    element = tl.arange(0, BLOCK_R)[None, :]
+    places = row + (token * row_stride)[:, None] + LATENT + element
+    is_in = is_pair & (element < ROPE)
+    tl.store(target + NOPE + element, tl.load(places, mask=is_in), mask=is_in)
+
+
+def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) -> None:
+    """See the door."""
+    num_tokens, heads, size = key_THD.shape
+    if not key_THD.is_contiguous() or made_THX.stride(2) != 1 or row_TD.stride(1) != 1:
+        raise ShapeError("latent_keys: keys must be contiguous, what they are made of in its rows")
+    if (
+        made_THX.shape[:2] != (num_tokens, heads)
+        or made_THX.shape[2] < size - rope
+        or row_TD.shape[0] != num_tokens
+        or not key_THD.dtype == made_THX.dtype == row_TD.dtype
+    ):
+        raise ShapeError(
+            f"latent_keys: keys have shape {tuple(key_THD.shape)}, what they are made of "
+            f"{tuple(made_THX.shape)} and {tuple(row_TD.shape)}"
+        )
+    if num_tokens == 0:
+        return
+    num_pairs = num_tokens * heads
+    _keys_kernel[(triton.cdiv(num_pairs, _KEYS_BLOCK),)](
+        key_THD,
+        made_THX,
+        row_TD,
+        num_pairs,
+        *made_THX.stride()[:2],
+        row_TD.stride(0),
+        HEADS=heads,
+        LATENT=row_TD.shape[1] - rope,
+        NOPE=size - rope,
+        ROPE=rope,
+        BLOCK=_KEYS_BLOCK,
+        BLOCK_N=triton.next_power_of_2(size - rope),
+        BLOCK_R=triton.next_power_of_2(rope),
+        num_warps=4,
+    )
+
+
+OPS = {"latent_norm_rope_cache": latent_norm_rope_cache, "latent_keys": latent_keys}
 SCHEMAS = {
     "latent_norm_rope_cache": (
         "latent_norm_rope_cache(Tensor(a!) row, Tensor query, Tensor(b!) turned, Tensor positions, "
         "Tensor slots, Tensor(c!) cache, Tensor weight, float epsilon, Tensor cos_sin, "
         "bool is_neox) -> ()"
     ),
+    "latent_keys": "latent_keys(Tensor(a!) key, Tensor made, Tensor row, int rope) -> ()",
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops.latent import latent_keys
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
@@ -115,21 +116,22 @@ class LatentExpansion(PackedModule):
         return out_THV
 
     def expand_rows(self, row_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all heads, both [T, H, N + R], from rows of the cache.
+        """Return keys [T, H, N + R] and values [T, H, V] of all heads from rows of the cache.
 
-        A value has V elements and then zeros, so that it is as long as a key. Needs the matrix as
-        loaded.
+        Needs the matrix as loaded.
         """
         assert self.weight is not None, "the matrix is packed"
         sizes = self._sizes
         made_TX = torch.nn.functional.linear(row_TD[:, : sizes.latent], self.weight)
         made_THX = made_TX.unflatten(1, (self.num_heads, -1))
+        value_THV = made_THX[:, :, sizes.nope :]
         key_THD = row_TD.new_empty(len(row_TD), self.num_heads, sizes.nope + sizes.rope)
+        if row_TD.is_cuda:
+            latent_keys(key_THD, made_THX, row_TD, sizes.rope)
+            return key_THD, value_THV
         key_THD[:, :, : sizes.nope] = made_THX[:, :, : sizes.nope]
         key_THD[:, :, sizes.nope :] = row_TD[:, None, sizes.latent :]
-        value_THD = key_THD.new_zeros(key_THD.shape)
-        value_THD[:, :, : sizes.value] = made_THX[:, :, sizes.nope :]
-        return key_THD, value_THD
+        return key_THD, value_THV
 
     def _split(self) -> tuple[Tensor, Tensor]:
         assert self.weight is not None

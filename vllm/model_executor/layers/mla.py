@@ -249,18 +249,18 @@ class LatentAttentionBlock(nn.Module):
             batch: a step of whole prompts.
             attention: caches of all layers.
         """
-        key_THD, value_THD = self.expansion.expand_rows(row_T1D[:, 0])
-        read_THD = torch.empty_like(key_THD)
+        key_THD, value_THV = self.expansion.expand_rows(row_T1D[:, 0])
+        read_THV = torch.empty_like(value_THV, memory_format=torch.contiguous_format)
         prompt_attention(
-            read_THD,
+            read_THV,
             asked_THD,
             key_THD,
-            value_THD,
+            value_THV,
             batch.cu_query_lens,
             batch.max_query_len,
             self._sizes.scale,
         )
-        return read_THD[:, :, : self._sizes.value]
+        return read_THV
 
     def _project_query(self, x_TE: Tensor) -> Tensor:
         if self.query_down is None or self.query_norm is None:
