@@ -24,9 +24,9 @@ from vllm._custom_ops.triton.moe_routing import sort_pairs
 from vllm._custom_ops.triton.moe_single import Strip, choose_strip
 from vllm._custom_ops.triton.moe_tile import Tile
 
-TOKENS = (1, 2, 4, 8, 64, 8192, 16384)
+TOKENS = (1, 2, 4, 8, 64, 512, 2048, 8192, 16384)
 MOST_SINGLE_PAIRS = 64
-MANY_TOKENS = 1024
+MANY_TOKENS = 256
 
 
 def _tile(
@@ -87,6 +87,9 @@ MANY_TILES = {
     "128x256x64 w8 s3 tma halves": _tile(128, 256, 64, 8, 3, halves=True),
     "128x256x64 w8 s4 tma halves": _tile(128, 256, 64, 8, 4, halves=True),
     "256x128x64 w8 s3 tma halves": _tile(256, 128, 64, 8, 3, halves=True),
+    "64x128x64 w4 s4": _tile(64, 128, 64, 4, 4, described=False),
+    "64x128x64 w4 s4 tma": _tile(64, 128, 64, 4, 4),
+    "64x256x64 w8 s4 tma": _tile(64, 256, 64, 8, 4),
     "64x256x64 w4 s3 tma": _tile(64, 256, 64, 4, 3),
     "256x128x64 w8 s3 tma": _tile(256, 128, 64, 8, 3),
 }
