@@ -37,6 +37,7 @@ _plain_launch = partial(fast_launch, compiled_in=plain_products)
 CHUNK = 64  # tokens whose operands have 16 bits
 MANY_PROGRAMS = 256  # that give every processor its share
 STATE_STAGES, OUTPUT_STAGES = 3, 2  # tiles in flight
+STATE_WARPS = 4
 _BLOCK_H = 16  # heads whose decays a program makes
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MAX_POWER = tl.constexpr(126.0)  # 2 to it is finite
@@ -316,7 +317,7 @@ def run_mamba_chunks(scan: Scan) -> None:
     _mamba_states_kernel[cdiv(head_size, block_p), num_heads, num_rows](
         states, decays, scan.x, scan.b, scan.state, scan.state_offsets, scan.cu_query_lens,
         scan.lens, *x_strides, *b_strides, scan.state.stride(0), scan.state_offsets.stride(0),
-        BLOCK_P=block_p, num_warps=4, num_stages=1 if is_float else STATE_STAGES, **shared,
+        BLOCK_P=block_p, num_warps=STATE_WARPS, num_stages=1 if is_float else STATE_STAGES, **shared,
     )  # fmt: skip
     block_p = _fit_columns(head_size, 16 if is_float else 64)
     blocks = cdiv(head_size, block_p)
