@@ -88,8 +88,9 @@ def prompt_attention(
     cu_query_lens: Tensor,
     max_query_len: int,
     scale: float,
+    cu_key_lens: Tensor | None = None,
 ) -> None:
-    """Attend causally within whole prompts, none of which has anything in a cache; GPUs only.
+    """Attend causally to rows that lie behind each other, not in a cache; GPUs only.
 
     Args:
         out_THD: [T, H, V]; overwritten.
@@ -100,8 +101,12 @@ def prompt_attention(
         cu_query_lens: int32 [B + 1].
         max_query_len: no prompt is longer.
         scale: factor of the logits.
+        cu_key_lens: int32 [B + 1] where a row has more keys than queries, which are its last ones;
+            then K and V are [sum of key lengths, ...].
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
-    C.prompt_attention(out_THD, query_THD, key_THD, value_THD, cu_query_lens, max_query_len, scale)
+    C.prompt_attention(
+        out_THD, query_THD, key_THD, value_THD, cu_query_lens, max_query_len, scale, cu_key_lens
+    )

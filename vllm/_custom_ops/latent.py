@@ -68,3 +68,37 @@ def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) ->
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
     C.latent_keys(key_THD, made_THX, row_TD, rope)
+
+
+def join_latents(
+    joined_SD: Tensor,
+    row_TD: Tensor,
+    cache: Tensor,
+    block_offsets_BN: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    cu_key_lens: Tensor,
+    max_key_len: int,
+) -> None:
+    """Lay the rows of sequences behind each other, those of the cache before the new ones.
+
+    Args:
+        joined_SD: [sum of key lengths, L + R], contiguous; overwritten.
+        row_TD: [T, L + R], the new rows.
+        cache: as in `latent_norm_rope_cache`.
+        block_offsets_BN: as in `attention.paged_attention`.
+        cu_query_lens: int32 [B + 1].
+        seq_lens: int32 [B].
+        cu_key_lens: int32 [B + 1], how many of its last rows each sequence gives.
+        max_key_len: no sequence gives more.
+    """
+    C.join_latents(
+        joined_SD,
+        row_TD,
+        cache,
+        block_offsets_BN,
+        cu_query_lens,
+        seq_lens,
+        cu_key_lens,
+        max_key_len,
+    )

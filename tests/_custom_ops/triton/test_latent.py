@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.utils.ops import poisoned, random_rows
-from tests.utils.paged import make_paged_cache
+from tests.utils.paged import cumulative, make_paged_cache
 from vllm._custom_ops.naive import latent as naive
 from vllm._custom_ops.triton import latent as ops
 from vllm.errors import ShapeError
@@ -79,6 +79,28 @@ def test_keys_equal_twin(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(found.cpu(), expected)
     with pytest.raises(ShapeError, match="keys have shape"):
         ops.latent_keys(found, made[:3].to(device), row.to(device), ROPE)
+
+
+def test_join_equals_twin(device: str) -> None:
+    lens, new = [40, 9, 20], [8, 9, 3]
+    cache = make_paged_cache(lens, 1, LATENT + ROPE, 4, torch.float32)
+    for i, (length, count) in enumerate(zip(lens, new, strict=True)):
+        rows = random_rows(length - count, 1, LATENT + ROPE, dtype=torch.float32, seed=i)
+        cache.write(i, 0, rows, rows)
+    arguments = {
+        "joined_SD": poisoned((40 + 9 + 12, LATENT + ROPE), torch.float32),
+        "row_TD": random_rows(20, LATENT + ROPE, dtype=torch.float32, seed=5),
+        "cache": cache.key,
+        "block_offsets_BN": cache.block_offsets,
+        "cu_query_lens": cumulative(new),
+        "seq_lens": torch.tensor(lens).int(),
+        "cu_key_lens": cumulative([40, 9, 12]),
+        "max_key_len": 40,
+    }
+    found = to(arguments, device)
+    naive.join_latents(**arguments)
+    ops.join_latents(**found)
+    assert torch.equal(found["joined_SD"].cpu(), arguments["joined_SD"])
 
 
 def test_bad_arguments_name_what_was_given() -> None:

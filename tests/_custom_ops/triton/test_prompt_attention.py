@@ -42,3 +42,15 @@ def test_shorter_values_in_whole_tiles(device: str, monkeypatch: pytest.MonkeyPa
     moved = (x.to(device) for x in (query, key, value, lens))
     ops.prompt_attention(found, *moved, 200, 0.2)
     torch.testing.assert_close(found.cpu(), expected, rtol=1.6e-2, atol=1.6e-2)
+
+
+def test_rows_with_more_keys_than_queries(device: str) -> None:
+    lens, key_lens = cumulative([40, 1, 20]), cumulative([90, 30, 20])
+    query = random_rows(61, 4, 48, dtype=torch.float32, seed=0)
+    key, value = (random_rows(140, 2, n, dtype=torch.float32, seed=n) for n in (48, 32))
+    expected = poisoned((61, 4, 32), query.dtype)
+    found = expected.to(device, copy=True)
+    naive.prompt_attention(expected, query, key, value, lens, 40, 0.2, key_lens)
+    moved = (x.to(device) for x in (query, key, value, lens))
+    ops.prompt_attention(found, *moved, 40, 0.2, key_lens.to(device))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)

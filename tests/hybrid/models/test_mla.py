@@ -16,10 +16,12 @@ from tests.utils.ops import random_rows
 from tests.utils.paged import cumulative
 from tests.utils.paged_driver import PagedDriver
 from vllm._custom_ops.naive.attention import prompt_attention
-from vllm.batch import AttentionState, ForwardBatch, GroupBatch, LayerCache
+from vllm._custom_ops.naive.latent import join_latents
+from vllm.batch import AttentionState, ForwardBatch, GroupBatch
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.model_executor.layers import mla
+from vllm.model_executor.layers import latent_rows, mla
 from vllm.model_executor.layers.latent_expansion import LatentExpansion, LatentSizes
+from vllm.model_executor.layers.latent_rows import LatentRows
 from vllm.model_executor.models import ModelRegistry
 
 HEADS = 3
@@ -60,7 +62,9 @@ def attend_absorbed(expansion: LatentExpansion, asked: Tensor, row: Tensor) -> T
     query[:, :, SIZES.latent :] = asked[:, :, SIZES.nope :]
     read = torch.empty_like(query)
     prompt_attention(read, query, row, row, cumulative(LENS), max(LENS), SIZES.scale)
-    return expansion.expand_value(read[:, :, : SIZES.latent])
+    out = torch.empty(len(asked), HEADS, SIZES.value)
+    expansion.expand_value(read[:, :, : SIZES.latent], out)
+    return out
 
 
 def make_batch(slots: Tensor) -> ForwardBatch:
@@ -89,32 +93,42 @@ def test_both_forms_are_equal(
 ) -> None:
     asked, row = inputs
     monkeypatch.setattr(mla, "prompt_attention", prompt_attention)
-    block = SimpleNamespace(attention=SimpleNamespace(layer=0), expansion=expansion, _sizes=SIZES)
-    caches = (LayerCache(group=0, tensors=(torch.empty(0),)),)
-    found = mla.LatentAttentionBlock.attend_expanded(
+    block = SimpleNamespace(expansion=expansion, _sizes=SIZES)
+    state = AttentionState(caches=(), plans={})
+    batch = make_batch(torch.zeros(len(row), 2).int())
+    found = torch.full((len(row), HEADS, SIZES.value), torch.nan)
+    rows = LatentRows(absorbed=None, state=state, expanded=batch, keys=None)
+    mla.LatentAttentionBlock.attend_expanded(
         block,  # type: ignore[arg-type]
+        found,
         asked,
         row,
-        make_batch(torch.zeros(len(row), 2).int()),
-        AttentionState(caches=caches, plans={}),
+        rows,
+        state,
     )
     expected = attend_absorbed(expansion, asked, row)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_only_whole_long_prompts_are_expanded() -> None:
+def test_rows_with_many_new_tokens_are_expanded() -> None:
     batch = make_batch(torch.zeros(0, 2).int())
     count = len(LENS)
-    assert mla.count_absorbed_rows(batch, SIZES) == count, "too short to pay the launches"
-    long = replace(batch, new_lens_cpu=(*LENS[:-1], mla.MIN_EXPANDED_TOKENS))
-    assert mla.count_absorbed_rows(long, SIZES) == 0
+    assert latent_rows.count_absorbed_rows(batch, SIZES) == count, "too short to pay the launches"
+    long = replace(batch, new_lens_cpu=(*LENS[:-1], latent_rows.MIN_EXPANDED_TOKENS))
+    assert latent_rows.count_absorbed_rows(long, SIZES) == 0
     cut = replace(long, computed_lens_cpu=(0, 4, *[0] * (count - 2)))
-    assert mla.count_absorbed_rows(cut, SIZES) == 2
-    assert mla.count_absorbed_rows(replace(long, computed_lens_cpu=(0, 0, 4)), SIZES) == count
-    assert mla.count_absorbed_rows(replace(long, computed_lens_cpu=()), SIZES) == count
+    assert latent_rows.count_absorbed_rows(cut, SIZES) == 2
+    more = replace(long, computed_lens_cpu=(0, 0, 4))
+    assert latent_rows.count_absorbed_rows(more, SIZES) == 0
+    much = replace(long, computed_lens_cpu=(0, 0, latent_rows.MAX_EXPANDED_KEYS))
+    assert latent_rows.count_absorbed_rows(much, SIZES) == count
+    assert latent_rows.count_absorbed_rows(replace(long, computed_lens_cpu=()), SIZES) == count
 
 
-def test_a_step_of_both_kinds_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_chunk", [4, 64])
+def test_a_step_of_both_kinds_of_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_chunk: int
+) -> None:
     """A row that decodes, a prompt that goes on, and whole prompts behind them."""
     checkpoint = make_checkpoint(test_deepseek_v2.ROW, tmp_path)
     cls, _ = ModelRegistry.resolve_model_cls(checkpoint.config["architectures"])
@@ -122,15 +136,19 @@ def test_a_step_of_both_kinds_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path:
     model.load_weights(checkpoint.weights.items())  # not packed: as weights are on a GPU
     prompts = {n: [(7 * n + 3 * i) % 300 + 3 for i in range(40)] for n in range(4)}
     steps = {0: prompts[0][:1], 1: prompts[1][9:30], 2: prompts[2][:25], 3: prompts[3][:40]}
-    found = []
+    found: list[list[Tensor]] = []
+    joined: list[tuple[object, ...]] = []
     for is_expanded in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(mla, "prompt_attention", prompt_attention)
+            patch.setattr(mla, "join_latents", lambda *a: (joined.append(a), join_latents(*a)))
             patch.setattr(mla, "can_expand", lambda x: is_expanded)  # noqa: B023
-            patch.setattr(mla, "MIN_EXPANDED_TOKENS", 16)
+            patch.setattr(latent_rows, "MIN_EXPANDED_TOKENS", 16)
+            patch.setattr(latent_rows, "MAX_CHUNK_TOKENS", max_chunk)
             driver = PagedDriver(model)
             driver.step({0: prompts[0], 1: prompts[1][:9]})
             found.append([*driver.step(steps), *driver.step({n: [5] for n in steps})])
     for absorbed, expanded in zip(*found, strict=True):
         torch.testing.assert_close(expanded, absorbed, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found[0][2], found[1][2]), "the expanded form rounds otherwise"
+    assert bool(joined) == (max_chunk == 4), "a prompt that goes on by more is expanded too"

@@ -61,16 +61,18 @@ def prompt_attention(
     cu_query_lens: Tensor,
     max_query_len: int,
     scale: float,
+    cu_key_lens: Tensor | None = None,
 ) -> None:
-    """Attend within each prompt, causally, softmax in float32."""
+    """Attend within each row, causally, the queries last; softmax in float32."""
     group = query_THD.shape[1] // key_THD.shape[1]
     bounds = cu_query_lens.tolist()
-    for begin, end in pairwise(bounds):
+    key_bounds = bounds if cu_key_lens is None else cu_key_lens.tolist()
+    for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(key_bounds), strict=True):
         key, value = (
-            x[begin:end].float().repeat_interleave(group, 1) for x in (key_THD, value_THD)
+            x[first:last].float().repeat_interleave(group, 1) for x in (key_THD, value_THD)
         )
         logits = torch.einsum("qhd,khd->hqk", query_THD[begin:end].float(), key) * scale
-        is_seen = torch.ones_like(logits[0], dtype=torch.bool).tril()
+        is_seen = torch.ones_like(logits[0], dtype=torch.bool).tril(last - first - end + begin)
         weights = torch.softmax(logits.masked_fill(~is_seen, float("-inf")), -1)
         out_THD[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out_THD.dtype)
 

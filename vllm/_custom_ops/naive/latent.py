@@ -5,6 +5,7 @@ Read by tests and by anyone who wants to know what the ops mean. Never called by
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from vllm._custom_ops.naive.cache import reshape_and_cache
@@ -38,3 +39,24 @@ def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) ->
     nope = key_THD.shape[2] - rope
     key_THD[:, :, :nope] = made_THX[:, :, :nope]
     key_THD[:, :, nope:] = row_TD[:, None, -rope:]
+
+
+def join_latents(
+    joined_SD: Tensor,
+    row_TD: Tensor,
+    cache: Tensor,
+    block_offsets_BN: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    cu_key_lens: Tensor,
+    max_key_len: int,
+) -> None:
+    """Gather each sequence's rows and copy the last of them."""
+    block_tokens = cache.shape[1]
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        begin, end = cu_query_lens[i : i + 2].tolist()
+        first, last = cu_key_lens[i : i + 2].tolist()
+        positions = torch.arange(seq_len - end + begin)
+        units = block_offsets_BN[i].long()[positions // block_tokens]
+        rows = torch.cat((cache[units, positions % block_tokens, 0], row_TD[begin:end]))
+        joined_SD[first:last] = rows[len(rows) - last + first :]

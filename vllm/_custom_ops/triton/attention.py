@@ -109,13 +109,16 @@ def prompt_attention(
     cu_query_lens: Tensor,
     max_query_len: int,
     scale: float,
+    cu_key_lens: Tensor | None = None,
 ) -> None:
     """See the door."""
     head_size, value_size = query_THD.shape[2], value_THD.shape[2]
     if value_size not in (head_size, split_head(head_size)[0]):  # a size that no tile has
         whole = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         padded = torch.nn.functional.pad(value_THD, (0, head_size - value_size))
-        prompt_attention(whole, query_THD, key_THD, padded, cu_query_lens, max_query_len, scale)
+        prompt_attention(
+            whole, query_THD, key_THD, padded, cu_query_lens, max_query_len, scale, cu_key_lens
+        )
         out_THD.copy_(whole[:, :, :value_size])
         return
     args = AttentionArgs(
@@ -125,7 +128,7 @@ def prompt_attention(
         value_cache=None,
         block_offsets=None,
         cu_query_lens=cu_query_lens,
-        seq_lens=cu_query_lens.diff(),
+        seq_lens=(cu_query_lens if cu_key_lens is None else cu_key_lens).diff(),
         scale=scale,
         window=0,
         soft_cap=0.0,
@@ -134,6 +137,7 @@ def prompt_attention(
         chunk_tokens=0,
         fresh_key=key_THD,
         fresh_value=value_THD,
+        cu_key_lens=cu_key_lens,
     )
     args.check()
     prefill_attention(args, 0, args.seq_lens.shape[0], max_query_len, min_query_len=1)
@@ -143,6 +147,6 @@ OPS = {"paged_attention": paged_attention, "prompt_attention": prompt_attention}
 SCHEMAS = {
     "prompt_attention": (
         "prompt_attention(Tensor(a!) out, Tensor query, Tensor key, Tensor value, "
-        "Tensor cu_query_lens, int max_query_len, float scale) -> ()"
+        "Tensor cu_query_lens, int max_query_len, float scale, Tensor? cu_key_lens=None) -> ()"
     ),
 }

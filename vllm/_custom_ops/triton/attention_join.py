@@ -1,8 +1,8 @@
 """Cached rows and new ones laid behind each other, for prompts that see many of both.
 
-Called by `attention.py`. A long prompt reads each of its rows once for every query tile and head;
-one copy into rows that need neither a block table nor a choice of source costs less than a
-hundredth of that.
+Called by `attention.py` and `latent.py`. A long prompt reads each of its rows once for every query
+tile and head; one copy into rows that need neither a block table nor a choice of source costs less
+than a hundredth of that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows
 from vllm._custom_ops.triton.attention_shape import next_power
@@ -110,28 +111,14 @@ def join_rows(
     value = key if args.has_one_field else cache.new_empty(key.shape)
     fresh_key = cache if args.fresh_key is None else args.fresh_key
     fresh_value = cache if args.fresh_value is None else args.fresh_value
-    width = num_kv_heads * head_size
-    _join_kernel[(-(-joined.max_key_len // _BLOCK_P), num_rows)](
-        key,
-        value,
-        cache,
-        args.value_cache,
-        fresh_key,
-        fresh_value,
-        args.block_offsets,
-        args.cu_query_lens,
-        args.seq_lens,
-        joined.cu_key_lens,
-        first_row,
-        args.block_offsets.stride(0),
-        *cache.stride()[:2],
-        fresh_key.stride(0),
-        WIDTH=width,
-        BLOCK_P=_BLOCK_P,
-        BLOCK_E=min(next_power(width), _MAX_BLOCK_E),
-        BLOCK_TOKENS=args.block_tokens,
-        HAS_FRESH=args.fresh_key is not None,
-        HAS_ONE_FIELD=args.has_one_field,
+    launch_join(
+        (key, value, cache, args.value_cache, fresh_key, fresh_value),
+        (args.block_offsets, args.cu_query_lens, args.seq_lens, joined.cu_key_lens),
+        max_key_len=joined.max_key_len,
+        first_row=first_row,
+        num_rows=num_rows,
+        has_fresh=args.fresh_key is not None,
+        has_one_field=args.has_one_field,
     )
     return replace(
         args,
@@ -141,4 +128,43 @@ def join_rows(
         fresh_key=key,
         fresh_value=value,
         cu_key_lens=joined.cu_key_lens,
+    )
+
+
+def launch_join(
+    rows: tuple[Tensor, ...],
+    places: tuple[Tensor, ...],
+    *,
+    max_key_len: int,
+    first_row: int,
+    num_rows: int,
+    has_fresh: bool,
+    has_one_field: bool,
+) -> None:
+    """Copy rows.
+
+    Args:
+        rows: joined K and V, their caches, new K and V.
+        places: block table, cumulative new tokens, lengths, cumulative keys.
+        max_key_len: no sequence has more keys.
+        first_row: the first sequence of those that are joined.
+        num_rows: their number.
+        has_fresh: whether new rows are given.
+        has_one_field: whether K is V.
+    """
+    cache, fresh = rows[2], rows[4]
+    width = cache.shape[2] * cache.shape[3]
+    _join_kernel[(-(-max_key_len // _BLOCK_P), num_rows)](
+        *rows,
+        *places,
+        first_row,
+        places[0].stride(0),
+        *cache.stride()[:2],
+        fresh.stride(0),
+        WIDTH=width,
+        BLOCK_P=_BLOCK_P,
+        BLOCK_E=min(next_power(width), _MAX_BLOCK_E),
+        BLOCK_TOKENS=cache.shape[1],
+        HAS_FRESH=has_fresh,
+        HAS_ONE_FIELD=has_one_field,
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.attention_join import launch_join
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import ShapeError
@@ -222,12 +223,44 @@ def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) ->
     )
 
 
-OPS = {"latent_norm_rope_cache": latent_norm_rope_cache, "latent_keys": latent_keys}
+def join_latents(
+    joined_SD: Tensor,
+    row_TD: Tensor,
+    cache: Tensor,
+    block_offsets_BN: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    cu_key_lens: Tensor,
+    max_key_len: int,
+) -> None:
+    """See the door."""
+    if seq_lens.shape[0] == 0 or max_key_len == 0:
+        return
+    launch_join(
+        (joined_SD, joined_SD, cache, cache, row_TD, row_TD),
+        (block_offsets_BN, cu_query_lens, seq_lens, cu_key_lens),
+        max_key_len=max_key_len,
+        first_row=0,
+        num_rows=seq_lens.shape[0],
+        has_fresh=True,
+        has_one_field=True,
+    )
+
+
+OPS = {
+    "latent_norm_rope_cache": latent_norm_rope_cache,
+    "latent_keys": latent_keys,
+    "join_latents": join_latents,
+}
 SCHEMAS = {
     "latent_norm_rope_cache": (
         "latent_norm_rope_cache(Tensor(a!) row, Tensor query, Tensor(b!) turned, Tensor positions, "
         "Tensor slots, Tensor(c!) cache, Tensor weight, float epsilon, Tensor cos_sin, "
         "bool is_neox) -> ()"
+    ),
+    "join_latents": (
+        "join_latents(Tensor(a!) joined, Tensor row, Tensor cache, Tensor block_offsets, "
+        "Tensor cu_query_lens, Tensor seq_lens, Tensor cu_key_lens, int max_key_len) -> ()"
     ),
     "latent_keys": "latent_keys(Tensor(a!) key, Tensor made, Tensor row, int rope) -> ()",
 }

@@ -37,7 +37,7 @@ def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
     if max((computed[i] for i in rows), default=0) < MIN_CHUNK_COMPUTED:
         return None
     return ChunkRows(
-        rows=_send(rows, batch.seq_lens.device),
+        rows=send_lens(rows, batch.seq_lens.device),
         most_tokens=MAX_CHUNK_TOKENS,
         max_query_len=max(new[i] for i in rows),
         max_seq_len=max(new[i] + computed[i] for i in rows),
@@ -70,13 +70,13 @@ def plan_joined(
     if not is_worth_it or num_keys * row_bytes > MAX_JOINED_BYTES:
         return None
     return JoinedRows(
-        cu_key_lens=_send([0, *accumulate(lens)], batch.seq_lens.device),
+        cu_key_lens=send_lens([0, *accumulate(lens)], batch.seq_lens.device),
         num_keys=num_keys,
         max_key_len=max(lens),
     )
 
 
-def _send(values: list[int], device: torch.device) -> Tensor:
+def send_lens(values: list[int], device: torch.device) -> Tensor:
     """Return int32 values on a device, without waiting for it."""
     is_pinned = device.type == "cuda"
     return torch.tensor(values, dtype=torch.int32, pin_memory=is_pinned).to(

@@ -103,17 +103,15 @@ class LatentExpansion(PackedModule):
         for head in range(self.num_heads):
             linear_ops.linear(out_THL[:, head], query_THN[:, head], self.key_packed[head])
 
-    def expand_value(self, read_THL: Tensor) -> Tensor:
-        """Return the values that the heads have read as latents, [T, H, V]."""
-        out_THV = read_THL.new_empty(read_THL.shape[0], self.num_heads, self._sizes.value)
+    def expand_value(self, read_THL: Tensor, out_THV: Tensor) -> None:
+        """Write the values that the heads have read as latents."""
         if self.value_packed is None:
             _, values_HVL = self._split()
             out_HTV = out_THV.transpose(0, 1)
             torch.bmm(read_THL.transpose(0, 1), values_HVL.transpose(1, 2), out=out_HTV)
-            return out_THV
+            return
         for head in range(self.num_heads):
             linear_ops.linear(out_THV[:, head], read_THL[:, head], self.value_packed[head])
-        return out_THV
 
     def expand_rows(self, row_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [T, H, N + R] and values [T, H, V] of all heads from rows of the cache.

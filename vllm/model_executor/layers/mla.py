@@ -5,7 +5,8 @@ heads are made from) and the key part with positions, the same for all heads. At
 absorbed form for prefill and decode alike: each head's query is brought into the space of the
 latents, and what it reads there is brought back by the head's value matrix. To expand cached rows
 for prompts would take fewer operations, but other roundings, and the bits of a token would depend
-on the chunk that it came in. On a GPU, where they do so anyway, whole long prompts are expanded.
+on the chunk that it came in. On a GPU, where they do so anyway, rows with many new tokens are
+expanded (`latent_rows.py`).
 
 Shapes: T tokens, E hidden size, H heads of this rank, N size of a head's query without positions,
 R size with positions, L size of a latent, V size of a head's value.
@@ -20,14 +21,13 @@ from torch import Tensor, nn
 
 from vllm._custom_ops.attention import prompt_attention
 from vllm._custom_ops.cache import reshape_and_cache
-from vllm._custom_ops.latent import latent_norm_rope_cache
-from vllm.attention.backends.paged_attn import PagedAttention
+from vllm._custom_ops.latent import join_latents, latent_norm_rope_cache
 from vllm.attention.layer import Attention
-from vllm.attention.split_batch import split_batch
-from vllm.batch import AttentionState, ForwardBatch
+from vllm.batch import AttentionState, ForwardBatch, LayerCache
 from vllm.cache_spec import CacheField, Full, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.latent_expansion import LatentExpansion, LatentSizes
+from vllm.model_executor.layers.latent_rows import LatentRows, cut_rows
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -41,8 +41,7 @@ from vllm.utils.tensors import from_torch_dtype
 LATENT_NORM_EPSILON = 1e-6
 """Of the norms of latents; the config's rms_norm_eps is that of the other norms."""
 
-MIN_EXPANDED_TOKENS = 256
-"""Of the longest prompt of a step."""
+_SHARED = "latent rows"
 
 
 class LatentAttention(Attention):
@@ -133,41 +132,49 @@ class LatentAttentionBlock(nn.Module):
         asked = self.query_up(self._project_query(x_TE))
         asked_THD = asked.unflatten(-1, (-1, sizes.nope + sizes.rope))
         row_T1D = self.latent_down(x_TE).unsqueeze(1)
-        num_rows = batch.seq_lens.shape[0]
-        num_absorbed = count_absorbed_rows(batch, sizes) if can_expand(x_TE) else num_rows
-        query_THD = self._place_rows(
-            asked_THD, row_T1D, batch, attention, is_absorbed=num_absorbed == num_rows
+        rows = self._cut(batch, attention) if can_expand(x_TE) else None
+        value_THV = asked_THD.new_empty(*asked_THD.shape[:2], sizes.value)
+        if rows is None or rows.expanded is None:
+            query_THD = asked_THD.new_empty(*asked_THD.shape[:2], sizes.row)
+            self._place_rows(asked_THD, row_T1D, query_THD[:, :, sizes.latent :], batch, attention)
+            self.attend_absorbed(value_THV, asked_THD, query_THD, row_T1D, batch, attention)
+            return self.out(value_THV.flatten(1))
+        self._place_rows(asked_THD, row_T1D, asked_THD[:, :, sizes.nope :], batch, attention)
+        num_tokens = 0
+        if rows.absorbed is not None:
+            num_tokens = rows.absorbed.positions.shape[0]
+            asked = asked_THD[:num_tokens]
+            query_THD = asked.new_empty(*asked.shape[:2], sizes.row)
+            query_THD[:, :, sizes.latent :] = asked[:, :, sizes.nope :]
+            own = row_T1D[:num_tokens]
+            self.attend_absorbed(
+                value_THV[:num_tokens], asked, query_THD, own, rows.absorbed, rows.state
+            )
+        self.attend_expanded(
+            value_THV[num_tokens:], asked_THD[num_tokens:], row_T1D[num_tokens:], rows, attention
         )
-        if query_THD is not None:
-            value_THV = self.attend_absorbed(asked_THD, query_THD, row_T1D, batch, attention)
-        elif num_absorbed == 0:
-            value_THV = self.attend_expanded(asked_THD, row_T1D, batch, attention)
-        else:
-            value_THV = self.attend_split(asked_THD, row_T1D, batch, attention, num_absorbed)
         return self.out(value_THV.flatten(1))
+
+    def _cut(self, batch: ForwardBatch, attention: AttentionState) -> LatentRows:
+        """Return what all layers of a step share."""
+        rows: LatentRows | None = attention.shared.get(_SHARED)
+        if rows is None:
+            rows = cut_rows(batch, attention, self._sizes, self.attention.kernel)
+            attention.shared[_SHARED] = rows
+        return rows
 
     def _place_rows(
         self,
         asked_THD: Tensor,
         row_T1D: Tensor,
+        turned_THR: Tensor,
         batch: ForwardBatch,
         attention: AttentionState,
-        *,
-        is_absorbed: bool,
-    ) -> Tensor | None:
-        """Norm, turn and store the rows and turn the queries, all in place.
-
-        Returns:
-            Where all rows are absorbed, queries [T, H, L + R] whose last R elements are there.
-        """
+    ) -> None:
+        """Norm, turn and store the rows, and turn the queries' last R elements into `turned`."""
         sizes = self._sizes
-        query_THD = None
-        asked_THR = turned_THR = asked_THD[:, :, sizes.nope :]
-        if is_absorbed:
-            query_THD = asked_THD.new_empty(*asked_THD.shape[:2], sizes.row)
-            turned_THR = query_THD[:, :, sizes.latent :]
-        cache = attention.caches[self.attention.layer]
-        assert cache is not None, f"layer {self.attention.layer} has no cache bound to it"
+        asked_THR = asked_THD[:, :, sizes.nope :]
+        cache = self._find_cache(attention)
         field, slots = cache.tensors[0], batch.groups[cache.group].slots
         if can_fuse(row_T1D, field, sizes):
             latent_norm_rope_cache(
@@ -182,25 +189,30 @@ class LatentAttentionBlock(nn.Module):
                 self.rope.cos_sin,
                 self.rope.is_neox,
             )
-            return query_THD
+            return
         self.latent_norm.apply_in_place(row_T1D[:, :, : sizes.latent])
         self.rope(batch.positions, asked_THR, row_T1D[:, :, sizes.latent :])
         reshape_and_cache(row_T1D, row_T1D, field, field, slots)
-        if query_THD is not None:
-            turned_THR.copy_(asked_THR)
-        return query_THD
+        turned_THR.copy_(asked_THR)
+
+    def _find_cache(self, attention: AttentionState) -> LayerCache:
+        cache = attention.caches[self.attention.layer]
+        assert cache is not None, f"layer {self.attention.layer} has no cache bound to it"
+        return cache
 
     def attend_absorbed(
         self,
+        value_THV: Tensor,
         asked_THD: Tensor,
         query_THD: Tensor,
         row_T1D: Tensor,
         batch: ForwardBatch,
         attention: AttentionState,
-    ) -> Tensor:
-        """Attend to latents, [T, H, V].
+    ) -> None:
+        """Attend to latents.
 
         Args:
+            value_THV: overwritten.
             asked_THD: queries of N + R elements.
             query_THD: [T, H, L + R], whose last R elements are the queries'; the others are
                 overwritten.
@@ -213,54 +225,52 @@ class LatentAttentionBlock(nn.Module):
         read_THD = self.attention(
             query_THD, row_T1D, row_T1D, batch, attention, rows_are_cached=True
         )
-        return self.expansion.expand_value(read_THD[:, :, : sizes.latent])
-
-    def attend_split(
-        self,
-        asked_THD: Tensor,
-        row_T1D: Tensor,
-        batch: ForwardBatch,
-        attention: AttentionState,
-        num_absorbed: int,
-    ) -> Tensor:
-        """Attend to latents in the first `num_absorbed` rows, expand the others, [T, H, V]."""
-        head, tail = split_batch(batch, num_absorbed)
-        num_tokens = head.positions.shape[0]
-        keys = [key for key in attention.plans if key[1] == self.attention.kernel]
-        own = replace(attention, plans=PagedAttention.plan(head, keys))
-        asked, rows = asked_THD[:num_tokens], row_T1D[:num_tokens]
-        query_THD = asked.new_empty(*asked.shape[:2], self._sizes.row)
-        query_THD[:, :, self._sizes.latent :] = asked[:, :, self._sizes.nope :]
-        return torch.cat(
-            (
-                self.attend_absorbed(asked, query_THD, rows, head, own),
-                self.attend_expanded(asked_THD[num_tokens:], row_T1D[num_tokens:], tail, attention),
-            )
-        )
+        self.expansion.expand_value(read_THD[:, :, : sizes.latent], value_THV)
 
     def attend_expanded(
-        self, asked_THD: Tensor, row_T1D: Tensor, batch: ForwardBatch, attention: AttentionState
-    ) -> Tensor:
-        """Attend to keys and values of each head within whole prompts, [T, H, V].
+        self,
+        value_THV: Tensor,
+        asked_THD: Tensor,
+        row_T1D: Tensor,
+        rows: LatentRows,
+        attention: AttentionState,
+    ) -> None:
+        """Attend to keys and values of each head.
 
         Args:
+            value_THV: overwritten.
             asked_THD: queries of N + R elements.
             row_T1D: rows of the cache.
-            batch: a step of whole prompts.
+            rows: the step's, some of which are expanded.
             attention: caches of all layers.
         """
-        key_THD, value_THV = self.expansion.expand_rows(row_T1D[:, 0])
-        read_THV = torch.empty_like(value_THV, memory_format=torch.contiguous_format)
+        batch, keys = rows.expanded, rows.keys
+        assert batch is not None
+        row_SD = row_T1D[:, 0]
+        if keys is not None:
+            cache = self._find_cache(attention)
+            row_SD = row_T1D.new_empty(keys.total, row_T1D.shape[2])
+            join_latents(
+                row_SD,
+                row_T1D[:, 0],
+                cache.tensors[0],
+                batch.groups[cache.group].block_offsets,
+                batch.cu_query_lens,
+                batch.seq_lens,
+                keys.cu_lens,
+                keys.longest,
+            )
+        key_SHD, value_SHV = self.expansion.expand_rows(row_SD)
         prompt_attention(
-            read_THV,
-            asked_THD,
-            key_THD,
             value_THV,
+            asked_THD,
+            key_SHD,
+            value_SHV,
             batch.cu_query_lens,
             batch.max_query_len,
             self._sizes.scale,
+            None if keys is None else keys.cu_lens,
         )
-        return read_THV
 
     def _project_query(self, x_TE: Tensor) -> Tensor:
         if self.query_down is None or self.query_norm is None:
@@ -277,19 +287,3 @@ def can_fuse(row_T1D: Tensor, cache: Tensor, sizes: LatentSizes) -> bool:
     """Whether one op norms, turns and stores the rows."""
     is_power = sizes.rope & (sizes.rope - 1) == 0
     return row_T1D.is_cuda and is_power and cache.dtype == row_T1D.dtype
-
-
-def count_absorbed_rows(batch: ForwardBatch, sizes: LatentSizes) -> int:
-    """Return how many leading rows attend to latents; those behind them are whole prompts.
-
-    Prompts are expanded where the longest of them is long enough for the saved operations to pay
-    the launches. Rows that read cached tokens never are.
-    """
-    num_rows = batch.seq_lens.shape[0]
-    if sizes.value > sizes.nope + sizes.rope or not batch.computed_lens_cpu:
-        return num_rows
-    first = num_rows
-    while first > 0 and batch.computed_lens_cpu[first - 1] == 0:
-        first -= 1
-    longest = max(batch.new_lens_cpu[first:], default=0)
-    return first if longest >= MIN_EXPANDED_TOKENS else num_rows
