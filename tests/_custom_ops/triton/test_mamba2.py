@@ -94,6 +94,34 @@ def test_step_equals_the_twin(
     assert not found[0][0][2].any()
 
 
+def test_many_rows_are_taken_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the bits that they get together."""
+    from vllm._custom_ops.triton import mamba2 as ops
+    from vllm._custom_ops.triton import mamba2_chunks as chunks
+
+    heads, size, _, state = SHAPES["even"]
+    x, dt, b, c = make_inputs(sum(ROWS["mixed"][0]), SHAPES["even"], torch.bfloat16, device)
+    decay = -random_rows(heads, dtype=torch.float32, seed=2).exp().to(device)
+    found = []
+    runs: list[int] = []
+    run_rows = chunks._run_rows
+
+    def count_rows(scan: chunks.Scan, chunk: int) -> None:
+        runs.append(len(scan.lens))
+        run_rows(scan, chunk)
+
+    monkeypatch.setattr(chunks, "_run_rows", count_rows)
+    for num_bytes in (1 << 30, 0):
+        monkeypatch.setattr(chunks, "SCRATCH_BYTES", num_bytes)
+        rows = make_state_rows((heads, size, state), torch.float32, *ROWS["mixed"], device)
+        out = poisoned(x.shape, x.dtype).to(device)
+        ops.mamba2_scan(out, x, dt, decay, b, c, None, None, rows.view, *rows.before, 0.0, 9.0)
+        found.append((out, rows.memory))
+    assert runs == [5, 1, 1, 1, 1, 1]
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_states_of_16_bits(device: str, name: str, kept: torch.dtype) -> None:

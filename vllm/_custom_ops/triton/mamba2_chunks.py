@@ -12,7 +12,7 @@ Source: Transformers are SSMs, arXiv 2405.21060, section 6.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,6 +35,8 @@ from vllm.utils.math import cdiv, next_power
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
 
 CHUNK = 64  # tokens whose operands have 16 bits
+_FLOAT_CHUNK = 32  # those of float32
+SCRATCH_BYTES = 512 << 20
 MANY_PROGRAMS = 256  # that give every processor its share
 STATE_STAGES, OUTPUT_STAGES = 3, 2  # tiles in flight
 STATE_WARPS = 4
@@ -290,13 +292,39 @@ class Scan:
 
 
 def run_mamba_chunks(scan: Scan) -> None:
-    """Run the scan over rows of any lengths; scratch of one state a chunk, in the dtype of x."""
+    """Run the scan over rows of any lengths.
+
+    Scratch is a state a chunk in the dtype of x. Since every row ends a chunk, many short rows want
+    much of it: they are taken in parts, each with at most half more than the tokens alone want, or
+    SCRATCH_BYTES.
+    """
+    num_tokens, num_heads, head_size = scan.x.shape
+    num_rows = scan.state_offsets.shape[0]
+    # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
+    chunk = _FLOAT_CHUNK if scan.x.dtype == torch.float32 else CHUNK
+    place_bytes = num_heads * head_size * scan.b.shape[2] * scan.x.element_size()
+    least = count_places(num_tokens, 0, chunk)
+    rows_each = max(1, least // 2, SCRATCH_BYTES // place_bytes - least)
+    if num_rows <= rows_each:
+        _run_rows(scan, chunk)
+        return
+    for first in range(0, num_rows, rows_each):
+        rows = slice(first, min(first + rows_each, num_rows))
+        part = replace(
+            scan,
+            state_offsets=scan.state_offsets[rows],
+            cu_query_lens=scan.cu_query_lens[first : rows.stop + 1],
+            lens=scan.lens[rows],
+        )
+        _run_rows(part, chunk)
+
+
+def _run_rows(scan: Scan, chunk: int) -> None:
     num_tokens, num_heads, head_size = scan.x.shape
     state_size = scan.b.shape[2]
     num_rows = scan.state_offsets.shape[0]
-    # float32 operands take twice the memory, so half the tokens; tf32 would not be exact enough.
-    chunk, precision = (32, "tf32x3") if scan.x.dtype == torch.float32 else (CHUNK, "tf32")
     num_places = count_places(num_tokens, num_rows, chunk)
+    is_float = chunk == _FLOAT_CHUNK
     shape = (num_places, num_heads)
     decays = torch.empty((*shape, 2, chunk), dtype=torch.float32, device=scan.x.device)
     states = torch.empty((*shape, head_size, state_size), dtype=scan.x.dtype, device=scan.x.device)
@@ -308,16 +336,16 @@ def run_mamba_chunks(scan: Scan) -> None:
     )  # fmt: skip
     shared = {
         "HEADS": num_heads, "SIZE": head_size, "STATE": state_size, "CHUNK": chunk,
-        "SHARE": num_heads // scan.b.shape[1], "PRECISION": precision,
+        "SHARE": num_heads // scan.b.shape[1], "PRECISION": "tf32x3" if is_float else "tf32",
         "BLOCK_N": max(16, next_power(state_size)),
     }  # fmt: skip
     is_wide = num_rows * num_heads * head_size // 64 >= MANY_PROGRAMS and state_size <= 128
-    is_float = chunk == 32
     block_p = _fit_columns(head_size, 16 if is_float else 64 if is_wide else 32)
     _mamba_states_kernel[cdiv(head_size, block_p), num_heads, num_rows](
         states, decays, scan.x, scan.b, scan.state, scan.state_offsets, scan.cu_query_lens,
         scan.lens, *x_strides, *b_strides, scan.state.stride(0), scan.state_offsets.stride(0),
-        BLOCK_P=block_p, num_warps=STATE_WARPS, num_stages=1 if is_float else STATE_STAGES, **shared,
+        BLOCK_P=block_p, num_warps=STATE_WARPS,
+        num_stages=1 if is_float else STATE_STAGES, **shared,
     )  # fmt: skip
     block_p = _fit_columns(head_size, 16 if is_float else 64)
     blocks = cdiv(head_size, block_p)
