@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +31,16 @@ def _add_kernel(out, x, weight, N, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + places, total, mask=is_in)
 
 
+@pytest.fixture
+def overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels may overlap."""
+    monkeypatch.setenv("VLLM_OVERLAP_KERNELS", "1")
+    overlaps.cache_clear()
+    yield
+    overlaps.cache_clear()
+
+
+@pytest.mark.usefixtures("overlap")
 def test_a_chain_of_kernels_sees_every_result(device: str) -> None:
     n = 4096 if device == "cpu" else 1 << 20
     weight = torch.arange(n, dtype=torch.float32, device=device) % 7
@@ -47,5 +60,18 @@ def test_a_chain_of_kernels_sees_every_result(device: str) -> None:
     assert torch.equal(rows[num_kernels % 2], weight * num_kernels)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_devices_overlap_where_they_can_and_may(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for allowed in ("0", "1"):
+        monkeypatch.setenv("VLLM_OVERLAP_KERNELS", allowed)
+        overlaps.cache_clear()
+        assert overlaps(torch.device("cuda", 0)) == (allowed == "1" and capability >= (9, 0))
+    overlaps.cache_clear()
+
+
+@pytest.mark.usefixtures("overlap")
 def test_a_cpu_overlaps_nothing() -> None:
     assert not overlaps(torch.device("cpu"))

@@ -7,6 +7,8 @@ else: only then the results of all kernels before it are seen, and whoever waits
 waited for those too. It is launched with `OVERLAPS=overlaps(device), launch_pdl=overlaps(device)`.
 Where devices cannot overlap, nothing of it is compiled.
 
+Off unless VLLM_OVERLAP_KERNELS is set: compiled and read as PTX, but not yet measured on a GPU.
+
 Source: the PTX manual, `griddepcontrol`, `prefetch` and `cp.async.bulk.prefetch`.
 """
 
@@ -19,6 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm import envs
+
 LINE_BYTES = 128
 """What one of `prefetch_lines` asks for."""
 
@@ -30,8 +34,8 @@ _FIRST_CAPABILITY = (9, 0)
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Return whether kernels on a device can begin before their inputs are there."""
-    if device.type != "cuda":
+    """Return whether kernels on a device may and can begin before their inputs are there."""
+    if device.type != "cuda" or not envs.VLLM_OVERLAP_KERNELS:
         return False
     return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
 
