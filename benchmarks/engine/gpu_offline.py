@@ -78,6 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--works", help="instead of the plan's, as 512:256:1,512:256:8")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="instead of the default")
     parser.add_argument("--peer-weights", action="store_true", help="made up as the peer's are")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
@@ -107,6 +108,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             max_model_len=plan.max_model_len,
             gpu_memory_utilization=float(shares.get(name, plan.memory)),
             max_num_seqs=256,
+            max_num_batched_tokens=args.max_num_batched_tokens,
             seed=0,
             enforce_eager=args.enforce_eager,
         )
@@ -175,6 +177,8 @@ def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", name, "--runs", str(args.runs)]
     command += ["--works", args.works] if args.works else []
     command += ["--enforce-eager"] if args.enforce_eager else []
+    if args.max_num_batched_tokens:
+        command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     command += ["--peer-weights"] if args.peer_weights else []
     command += ["--memory", *args.memory] if args.memory else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
