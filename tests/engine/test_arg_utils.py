@@ -10,7 +10,7 @@ import pytest
 from tests.utils.tiny_models import TinyModels
 from vllm import LLM, AsyncEngineArgs, EngineArgs, LLMEngine
 from vllm.config import DummyConfig, EngineConfig
-from vllm.config.resolve import _resolve_scheduler
+from vllm.config.resolve import _GPU_OFFLINE_PROMPT_TOKENS, _resolve_scheduler
 from vllm.errors import ConfigError
 from vllm.types import DType
 from vllm.usage.usage_lib import UsageContext
@@ -171,8 +171,8 @@ def test_budgets(model: Path, options: dict, expected: tuple[int, int]) -> None:
     [
         ({}, UsageContext.ENGINE_CONTEXT, (8192 + 256, 256)),
         ({}, UsageContext.OPENAI_API_SERVER, (8192 + 256, 256)),
-        ({}, UsageContext.LLM_CLASS, (16384 + 256, 256)),
-        ({"max_num_seqs": 4}, UsageContext.LLM_CLASS, (16384 + 4, 4)),
+        ({}, UsageContext.LLM_CLASS, (_GPU_OFFLINE_PROMPT_TOKENS + 256, 256)),
+        ({"max_num_seqs": 4}, UsageContext.OPENAI_API_SERVER, (8192 + 4, 4)),
         ({"max_num_batched_tokens": 64}, UsageContext.LLM_CLASS, (64, 64)),
         ({"enable_chunked_prefill": False}, UsageContext.LLM_CLASS, (2048, 256)),
     ],

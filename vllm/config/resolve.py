@@ -51,9 +51,11 @@ _DEFAULT_CONTEXT_LEN = 2048
 _CPU_BATCHED_TOKENS = 512
 # Tokens of prompts in a step on a GPU, beside one for every sequence: decode rows would otherwise
 # cut each long prompt a few tokens before its end. 8192 tokens of a 7B model take about a fifth of
-# a second, which is how long a server's streams then stall; nobody watches those of `LLM`.
+# a second, which is how long a server's streams then stall.
 _GPU_PROMPT_TOKENS = 8192
-_GPU_OFFLINE_PROMPT_TOKENS = 16384
+# Nobody watches the streams of `LLM`, which could take twice as many; longer steps than a server's
+# were not measured.
+_GPU_OFFLINE_PROMPT_TOKENS = 8192
 
 
 def resolve_engine_config(
@@ -63,7 +65,7 @@ def resolve_engine_config(
 
     Args:
         args: what the user gave.
-        usage_context: who makes the engine; `LLM` gets longer steps than a server on a GPU.
+        usage_context: who makes the engine; on a GPU `LLM` has a budget of its own.
 
     Raises: ConfigError saying what was given, what is allowed and what to do.
     """
