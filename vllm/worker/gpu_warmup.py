@@ -21,6 +21,9 @@ from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
 _OURS = "triton"
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FEWEST_PROMPT_TOKENS = 16
+_CHUNKS = ((64, 64), (64, 1024))
+"""New and computed tokens of prompts that come in small parts."""
+
 _MAX_PROCESSES = 32
 
 
@@ -75,14 +78,13 @@ def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:
     while num_tokens > 1:
         yield [num_tokens], [0]
         num_tokens = num_tokens // 2 if num_tokens > _FEWEST_PROMPT_TOKENS else 0
-    few = longest // 4
-    if few < 2 or limits.max_num_seqs < 2:
-        return
-    yield [few, few], [0, 0]
-    yield [1, few], [few, 0]
-    if 2 * few <= limits.max_model_len:
-        yield [few], [few]
-        yield [1, few], [few, few]
+    for num_new, num_computed in ((longest // 4, 0), *_CHUNKS, (longest // 4, longest // 4)):
+        if num_new < 2 or num_new + num_computed > limits.max_model_len:
+            continue
+        if num_new + 1 > limits.max_num_batched_tokens or limits.max_num_seqs < 2:
+            continue
+        yield [num_new], [num_computed]
+        yield [1, num_new], [num_new, num_computed]
 
 
 def make_step(
