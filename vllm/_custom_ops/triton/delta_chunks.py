@@ -38,9 +38,10 @@ from vllm.utils.math import cdiv, next_power
 
 _L2_EPSILON = tl.constexpr(1e-6)
 _VALUE_BLOCK = 64  # columns of the state in a program, 16 for each of its four warps
+MANY_HEADS = 1 << 30  # TODO rows x heads for programs of whole heads
 _KEY_PART = 64  # rows of the state in a tile: operands of one tile fit in registers beside it
 _STAGES = 2
-_CHUNK_REGISTERS = 168  # three programs a processor
+_CHUNK_REGISTERS = None
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
 
@@ -210,6 +211,7 @@ def _delta_pass_kernel(
     PART: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Take BLOCK_V columns of a head's state, PARTS tiles of PART keys, through a row's chunks."""
@@ -240,7 +242,7 @@ def _delta_pass_kernel(
     kept += head * num_places + place
     by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
     by_value = by_value + values[:, None] * CHUNK + at[None, :]
-    for first in range(begin, end, CHUNK):
+    for first in tl.range(begin, end, CHUNK, num_stages=STAGES):
         is_token = first + at < end
         tokens = (first + at).to(tl.int64)
         scores = load_tile(
@@ -283,6 +285,13 @@ def _delta_pass_kernel(
     for i in tl.static_range(PARTS):
         in_state = (keys + i * PART < KEY)[None, :] & is_value[:, None]
         tl.store(own + i * PART * VALUE, parts[i].to(state.dtype.element_ty), mask=in_state)
+
+
+def _choose_value_block(most: int, block_k: int, num_heads: int) -> int:
+    """Return how many columns of the state a program keeps; wide ones load keys less often."""
+    if block_k > 128:
+        return min(most, _VALUE_BLOCK // 2)
+    return min(most, 2 * _VALUE_BLOCK if num_heads >= MANY_HEADS else _VALUE_BLOCK)
 
 
 def run_delta_chunks(
@@ -335,11 +344,12 @@ def run_delta_chunks(
         LEVELS=levels, INNER=inner,
         num_warps=4, num_stages=1, maxnreg=None if is_wide else _CHUNK_REGISTERS, **sizes,
     )  # fmt: skip
-    block_v = min(block_v, _VALUE_BLOCK if block_k <= 128 else _VALUE_BLOCK // 2)
+    block_v = _choose_value_block(block_v, block_k, num_rows * num_heads)
     _delta_pass_kernel[cdiv(value_size, block_v), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],
         state.stride(0), state_offsets.stride(0),
-        PARTS=cdiv(key_size, part), PART=part, BLOCK_V=block_v, num_warps=4,
-        num_stages=1 if is_wide else _STAGES, **sizes,
+        PARTS=cdiv(key_size, part), PART=part, BLOCK_V=block_v,
+        num_warps=max(4, block_v // 16),
+        STAGES=1 if is_wide else _STAGES, **sizes,
     )  # fmt: skip
