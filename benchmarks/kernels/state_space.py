@@ -210,6 +210,10 @@ def main() -> None:
     parser.add_argument("--few-heads", type=int, help="rows x heads for the tiles of few heads")
     parser.add_argument("--many-programs", type=int, help="programs for the tiles of many")
     parser.add_argument(
+        "--mamba-form",
+        help="tokens of a chunk, warps and tiles in flight of its states, tiles of its outputs",
+    )
+    parser.add_argument(
         "--state-dtype", default="float32", choices=("float32", "bfloat16", "float16")
     )
     args = parser.parse_args()
@@ -218,6 +222,10 @@ def main() -> None:
         delta_rule.FEW_HEADS = mamba2.FEW_HEADS = args.few_heads
     if args.many_programs is not None:
         mamba2_chunks.MANY_PROGRAMS = args.many_programs
+    if args.mamba_form is not None:
+        form = tuple(map(int, args.mamba_form.split(",")))
+        mamba2_chunks.CHUNK, mamba2_chunks.STATE_WARPS = form[:2]
+        mamba2_chunks.STATE_STAGES, mamba2_chunks.OUTPUT_STAGES = form[2:]
     copy_rate, flop_rate = measure_copy_bytes_per_s(), measure_flops_per_s()
     machine = {"copy_tb_per_s": copy_rate / 1e12, "product_tflops": flop_rate / 1e12}
     print(json.dumps({name: round(rate, 2) for name, rate in machine.items()}), flush=True)
