@@ -187,7 +187,7 @@ def report(
     ids = ids.int()
     num_elements = 3 * mixture.hidden * mixture.inner
     least_us = ids.unique().numel() * num_elements * 2 / copy_rate * 1e6
-    chosen = (choose_strip(), choose_tile(ids.numel() / mixture.num_experts, x.device, x.dtype))
+    chosen = (choose_strip(), choose_tile(ids.numel() / mixture.num_experts))
     for name, form in list_forms(num_tokens, mixture.num_chosen).items():
         given, is_scanned = (x, weights, ids, form), name in SCAN_TILES
         time_us = measure_us([bind_layer(p, *given, is_scanned=is_scanned) for p in products])

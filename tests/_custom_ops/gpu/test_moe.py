@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,3 +103,55 @@ def test_other_experts_equal_twin_of_few_tokens(num_tokens: int) -> None:
     moe.fused_relu2_experts(out, x, up, down, weights, ids)
     naive.fused_relu2_experts(expected, x[rows], up, down, *few)
     torch.testing.assert_close(out[rows], expected, rtol=2e-2, atol=4e-2)
+
+
+def compute_by(runner: str, form: dict[str, Any], num_tokens: int, inner: int, k: int) -> None:
+    """Check a form of `moe.run_single`, `run_scanned` or `run_grouped`, chosen or not."""
+    from vllm._custom_ops.triton import moe
+    from vllm._custom_ops.triton.moe_product import Product
+    from vllm._custom_ops.triton.moe_single import Strip
+    from vllm._custom_ops.triton.moe_tile import Tile
+
+    x, (w13, w2), routing = draw(4, num_tokens, HIDDEN), make(inner), route(num_tokens, k)
+    first = Product(weight=w13, bias=None, num_outputs=inner, up_offset=inner, activation="silu")
+    second = Product(weight=w2, bias=None, num_outputs=HIDDEN)
+    out = torch.full_like(x, float("nan"))
+    kind = Strip if runner == "run_single" else Tile
+    getattr(moe, runner)(out, x, first, second, *routing, kind(**form))
+    torch.testing.assert_close(out.float(), compute(x, w13, w2, *routing), rtol=2e-2, atol=1e-2)
+
+
+def tile(m: int, n: int, k: int, warps: int, stages: int, **flags: bool) -> dict[str, Any]:
+    sizes = {"block_m": m, "block_n": n, "block_k": k, "num_warps": warps, "num_stages": stages}
+    return sizes | flags
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs the copy engine of Hopper",
+)
+@pytest.mark.parametrize(
+    ("num_tokens", "form"),
+    [
+        (64, tile(16, 64, 128, 4, 4)),
+        (512, tile(64, 256, 64, 8, 4)),
+        (2048, tile(128, 256, 64, 8, 4)),
+        (2048, tile(128, 256, 64, 8, 3, has_halves=True)),
+        (4096, tile(256, 128, 64, 8, 3, has_halves=True)),
+    ],
+)
+@pytest.mark.parametrize("inner, k", [(512, 8), (1408, 6)])
+def test_tiles_by_descriptors(num_tokens: int, form: dict[str, Any], inner: int, k: int) -> None:
+    compute_by("run_grouped", form | {"has_descriptors": True}, num_tokens, inner, k)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 128])
+@pytest.mark.parametrize("inner, k", [(512, 8), (1408, 6)])
+def test_experts_find_their_pairs(num_tokens: int, inner: int, k: int) -> None:
+    compute_by("run_scanned", tile(16, 64, 128, 4, 4), num_tokens, inner, k)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_single_pairs_on_tensor_cores(is_swapped: bool) -> None:
+    strip = {"block_n": 128 if is_swapped else 32, "block_k": 128, "num_warps": 4}
+    compute_by("run_single", strip | {"num_stages": 3, "is_swapped": is_swapped}, 3, 1408, 6)

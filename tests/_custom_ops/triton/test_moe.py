@@ -103,10 +103,10 @@ def assert_equals_twin(
 @pytest.fixture(params=["single", "vector", "scanned", "grouped", "described", "halved"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
-    if request.param in ("scanned", "grouped", "described", "halved"):
-        monkeypatch.setattr(moe, "MAX_SINGLE_PAIRS", 0)
-    if request.param in ("grouped", "described", "halved"):
-        monkeypatch.setattr(moe, "MAX_PAIRS", 0)
+    if request.param not in ("single", "vector"):
+        monkeypatch.setattr(moe, "MAX_SINGLE_BYTES", 0)
+    if request.param == "scanned":
+        monkeypatch.setattr(moe, "MAX_SCANNED_PAIRS", moe_scanned.MAX_PAIRS)
     monkeypatch.setattr(moe_scanned, "_CHUNK_PAIRS", 16)
     tile = moe_tile.Tile(
         block_m=32 if request.param == "halved" else 16,
@@ -117,10 +117,15 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         has_descriptors=request.param in ("described", "halved"),
         has_halves=request.param == "halved",
     )
-    monkeypatch.setattr(moe, "choose_tile", lambda *_: tile)
-    if request.param == "vector":
-        strip = moe_single.Strip(block_n=32, block_k=16, num_warps=4, num_stages=1, is_vector=True)
-        monkeypatch.setattr(moe, "choose_strip", lambda: strip)
+    monkeypatch.setattr(moe, "choose_tile", lambda _: tile)
+    strip = moe_single.Strip(
+        block_n=32,
+        block_k=16,
+        num_warps=4,
+        num_stages=1,
+        is_vector=request.param == "vector",
+    )
+    monkeypatch.setattr(moe, "choose_strip", lambda: strip)
     return request.param
 
 
@@ -141,13 +146,13 @@ def test_numbers_of_tokens(device: str, form: str, num_tokens: int, k: int) -> N
 def test_sorted_tokens(
     device: str, monkeypatch: pytest.MonkeyPatch, num_tokens: int, k: int
 ) -> None:
-    monkeypatch.setattr(moe, "MAX_PAIRS", 0)
+    monkeypatch.setattr(moe, "MAX_SINGLE_BYTES", 0)
     x = random_rows(num_tokens, HIDDEN, dtype=torch.float32, seed=8)
     assert_equals_twin("silu", torch.float32, device, x, route(num_tokens, k))
 
 
 @pytest.mark.parametrize("num_tokens", [5, 70])
-def test_one_expert_has_all_tokens(device: str, num_tokens: int) -> None:
+def test_one_expert_has_all_tokens(device: str, form: str, num_tokens: int) -> None:
     x = random_rows(num_tokens, HIDDEN, dtype=torch.float32, seed=9)
     assert_equals_twin("silu", torch.float32, device, x, route(num_tokens, 1, same=True))
 
@@ -176,9 +181,17 @@ def test_padding_counts_for_nothing(device: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("num_experts, num_pairs, rows", [(1, 5, 16), (64, 40, 16), (7, 100, 32)])
+@pytest.mark.parametrize("group_pairs", [16, 1024])
 def test_blocks_hold_every_pair_once(
-    device: str, num_experts: int, num_pairs: int, rows: int
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    num_experts: int,
+    num_pairs: int,
+    rows: int,
+    group_pairs: int,
 ) -> None:
+    monkeypatch.setattr(moe_routing, "_GROUP_PAIRS", group_pairs)
+    monkeypatch.setattr(moe_routing, "_MAX_BASES", 32)  # counts are added up by twos
     generator = torch.Generator().manual_seed(num_pairs)
     ids = torch.randint(0, num_experts, (num_pairs, 1), generator=generator).int()
     ids[3] = -1
@@ -191,6 +204,7 @@ def test_blocks_hold_every_pair_once(
             pairs = order[start : min(start + rows, ends[expert])].tolist()
             assert pairs
             assert (ids[pairs] == expert).all()
+            assert group_pairs >= num_pairs or pairs == sorted(pairs)
             found += pairs
     assert sorted(found) == [pair for pair in range(num_pairs) if pair != 3]
 

@@ -78,6 +78,7 @@ def test_shared_experts_equal_the_mlp(
     fill(apart)
     expected = apart(x)
     monkeypatch.setattr(fused_moe, "is_built_on_gpu", lambda: True)
+    monkeypatch.setattr(fused_moe, "MAX_SHARED", 2)
     monkeypatch.setattr(moe_ops, "choose_experts", naive.choose_experts)
     block = make(num_shared, has_gate)
     fill(block)

@@ -5,7 +5,6 @@ Called by `moe.py` for more pairs than `moe_single.py` and `moe_scanned.py` take
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,29 +17,20 @@ from vllm._custom_ops.triton.moe_tile import Tile, can_describe, compute_tile, d
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.utils.math import cdiv
 
-_HOPPER = (9, 0)
-
 _FEW_ROWS = (
     (16, Tile(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)),
     (48, Tile(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4)),
     (160, Tile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)),
 )
 _MANY_ROWS = Tile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
-_MANY_ROWS_HOPPER = Tile(
-    block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, has_descriptors=True
-)
 
 
-def choose_tile(rows_per_expert: float, device: torch.device, dtype: torch.dtype) -> Tile:
-    """Return how to multiply, by how many rows an expert has if all have as many."""
-    for most, tile in _FEW_ROWS:
-        if rows_per_expert <= most:
-            return tile
-    return _MANY_ROWS_HOPPER if _is_hopper(device) and dtype.itemsize == 2 else _MANY_ROWS
+def choose_tile(rows_per_expert: float) -> Tile:
+    """Return how to multiply, by how many rows an expert has if all have as many.
 
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    `benchmarks/kernels/moe.py` measures other forms: larger tiles, by Hopper's copy engine.
+    """
+    return next((tile for most, tile in _FEW_ROWS if rows_per_expert <= most), _MANY_ROWS)
 
 
 @triton.jit

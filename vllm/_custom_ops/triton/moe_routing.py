@@ -1,8 +1,10 @@
 """Sorts (token, expert) pairs by expert on the device, and cuts them into blocks of one expert.
 
 Called by `moe.py`. Nothing is read back by the host: tables are as long as the worst routing needs.
-The pairs of one expert stay in their order: each group of pairs is counted by a program of its own,
-the last of them to arrive adds the counts up, and where the pairs go follows from the sums.
+Each group of pairs is counted by a program of its own, the last of them to arrive adds the counts
+up, and where the pairs go follows from the sums. Pairs of one group are placed by an atomic counter
+for each expert: their order may differ from run to run, which changes no result, since a row's
+product does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -65,7 +67,6 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
     bases, order, ends, block_experts, block_starts = room.split(
         (num_bases, num_pairs, num_experts, max_blocks, max_blocks)
     )
-    chunk_pairs = min(_GROUP_PAIRS, max(16, _MAX_MATCHES // experts))
     is_overlapped = overlaps(ids_TK.device)
     _count_kernel[(num_groups,)](
         ids_TK,
@@ -81,7 +82,6 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
         IS_ONLY=num_groups == 1,
         EXPERTS=experts,
         GROUP_PAIRS=_GROUP_PAIRS,
-        CHUNK_PAIRS=chunk_pairs,
         CHUNK_GROUPS=max(1, _MAX_BASES // experts),
         BLOCK_ROWS=block_rows,
         BLOCKS=_FILLED_BLOCKS,
@@ -98,7 +98,7 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
             num_experts,
             EXPERTS=experts,
             GROUP_PAIRS=_GROUP_PAIRS,
-            CHUNK_PAIRS=chunk_pairs,
+            CHUNK_PAIRS=min(_GROUP_PAIRS, max(16, _MAX_MATCHES // experts)),
             OVERLAPS=is_overlapped,
             launch_pdl=is_overlapped,
             num_warps=8,
@@ -192,7 +192,6 @@ def _count_kernel(
     IS_ONLY: tl.constexpr,
     EXPERTS: tl.constexpr,
     GROUP_PAIRS: tl.constexpr,
-    CHUNK_PAIRS: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -209,7 +208,13 @@ def _count_kernel(
             counts, ends, block_experts, block_starts, max_blocks, num_experts,
             EXPERTS, BLOCK_ROWS, BLOCKS,
         )  # fmt: skip
-        _place(ids, order, starts, 0, num_pairs, num_experts, EXPERTS, GROUP_PAIRS, CHUNK_PAIRS)
+        tl.store(bases + experts, starts)
+        tl.debug_barrier()  # other threads count on from there
+        pairs = tl.arange(0, GROUP_PAIRS)
+        chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+        is_valid = (chosen >= 0) & (chosen < num_experts)
+        places = tl.atomic_add(bases + chosen, 1, mask=is_valid, sem="relaxed")
+        tl.store(order + places, pairs, mask=is_valid)
     else:
         tl.store(bases + group * EXPERTS + experts, counts)
         if is_last_to_arrive(counters, num_groups):

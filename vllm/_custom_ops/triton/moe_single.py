@@ -48,7 +48,7 @@ class Strip:
     is_swapped: bool = False
 
 
-_STRIP = Strip(block_n=32, block_k=128, num_warps=4, num_stages=4)
+_STRIP = Strip(block_n=16, block_k=512, num_warps=4, num_stages=1, is_vector=True)
 
 
 def choose_strip() -> Strip:

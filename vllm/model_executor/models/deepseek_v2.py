@@ -211,12 +211,14 @@ class GroupedMoeBlock(PackedModule):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
-        logits_TN = self.router(x_TE)
-        if logits_TN.is_cuda or self.experts.num_shared:
-            choice = self._shape.make_choice(self.experts.num_shared)
+        logits_TN, shape = self.router(x_TE), self._shape
+        if shape.num_groups == 1 and shape.weight_scale == 1.0 and not self.experts.num_shared:
+            out_TE = self.experts(x_TE, logits_TN)
+        elif logits_TN.is_cuda or self.experts.num_shared:
+            choice = shape.make_choice(self.experts.num_shared)
             out_TE = run_with_choice(self.experts, x_TE, logits_TN, choice)
         else:
-            weights_TK, ids_TK = choose_in_groups(logits_TN, self._shape)
+            weights_TK, ids_TK = choose_in_groups(logits_TN, shape)
             out_TE = self.experts.run_chosen(x_TE, weights_TK, ids_TK)
         if self.shared is not None:
             out_TE = out_TE + self.shared(x_TE)
