@@ -20,13 +20,13 @@ import argparse  # noqa: E402
 import cProfile  # noqa: E402
 import io  # noqa: E402
 import logging  # noqa: E402
+import os  # noqa: E402
 import pstats  # noqa: E402
 import random  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
-from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -36,11 +36,8 @@ from gpu_offline import PLANS  # noqa: E402
 from shapes import SHAPES, write_shape  # noqa: E402
 
 from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.distributed.parallel_state import TensorParallel  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
-from vllm.worker import gpu_memory, gpu_setup  # noqa: E402
 from vllm.worker.gpu_model_runner import GpuModelRunner  # noqa: E402
-from vllm.worker.gpu_warmup import compile_ahead  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -157,30 +154,6 @@ def show(profiler: cProfile.Profile, top: int) -> None:
     print("\n".join(line[:150] for line in text.getvalue().splitlines() if line.strip()))
 
 
-def compile_before_profile(watch: Watch) -> None:
-    """Let the memory profile begin with what compiles kernels ahead."""
-    run = gpu_memory._run_largest_step
-
-    def compile_and_run(
-        model: Any, runner: Any, geometries: Any, limits: Any, device: torch.device
-    ) -> None:
-        watch.note("the model is loaded")
-        kernels = {layer: each.kernel for layer, each in model.attention_layers().items()}
-        tp = TensorParallel(0, 1, None)
-        compile_ahead(model, runner, geometries, kernels, tp, limits=limits, device=device)
-        watch.note("kernels are compiled ahead")
-        run(model, runner, geometries, limits, device)
-        watch.note("the largest step has run")
-
-    gpu_memory._run_largest_step = compile_and_run
-
-
-def capture_prompts() -> None:
-    """Let the runner capture small steps with prompts."""
-    read = gpu_setup.read_limits
-    gpu_setup.read_limits = lambda *given: replace(read(*given), has_prompt_graphs=True)
-
-
 def time_submits() -> tuple[list[float], list[GpuModelRunner]]:
     """Return a list that gets the seconds of every step's `submit`, and one with its runner."""
     submits: list[float] = []
@@ -254,10 +227,8 @@ def main() -> int:
     watch = Watch()
     args = parse_args()
     watch.note("imported")
-    if args.prompt_graphs:
-        capture_prompts()
-    if args.ahead:
-        compile_before_profile(watch)
+    os.environ["VLLM_GRAPH_PROMPTS"] = str(int(args.prompt_graphs))
+    os.environ["VLLM_COMPILE_AHEAD"] = str(int(args.ahead))
     vocab = SHAPES[args.shape]["vocab_size"]
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

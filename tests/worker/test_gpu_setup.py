@@ -35,6 +35,18 @@ def test_graphs_need_kernels_that_never_wait(config: EngineConfig) -> None:
     assert not read_limits(eager, make_layers("triton")).has_graphs
 
 
+def test_prompts_are_captured_where_asked_for(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.worker.gpu_setup import read_limits
+
+    assert not read_limits(config, make_layers("triton")).has_prompt_graphs
+    monkeypatch.setenv("VLLM_GRAPH_PROMPTS", "1")
+    assert read_limits(config, make_layers("triton")).has_prompt_graphs
+    assert not read_limits(config, make_layers("triton", "flashattn")).has_prompt_graphs
+    assert not read_limits(config, make_layers("torch")).has_prompt_graphs
+
+
 def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm._custom_ops.triton import table
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm import envs
 from vllm.batch import ForwardBatch
 from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
@@ -25,7 +26,7 @@ from vllm.step import NewRow, RowSampling
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
-from vllm.worker.gpu_warmup import make_step
+from vllm.worker.gpu_warmup import compile_ahead, make_step
 from vllm.worker.memory import GIB
 
 _GRAPH_BYTES = 8 << 20
@@ -85,6 +86,10 @@ def measure_memory(
     cache = CacheEngine(specs, _lay_out_least(groups), device)
     runner = GpuModelRunner(model, cache, kernels, tp, limits=limits, device=device)
     try:
+        if envs.VLLM_COMPILE_AHEAD:
+            compile_ahead(
+                model, runner, cache.geometries, kernels, tp, limits=limits, device=device
+            )
         _run_largest_step(model, runner, cache.geometries, limits, device)
         step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
         torch.cuda.empty_cache()

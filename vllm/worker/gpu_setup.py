@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm import envs
 from vllm._custom_ops.triton.table import register_triton_ops
 from vllm.attention.backends.table import load_backend
 from vllm.config import EngineConfig
@@ -42,11 +43,13 @@ def read_limits(config: EngineConfig, layers: LayerSetup) -> RunnerLimits:
             f"attention kernel {', '.join(waiting)} waits for the device, so that decode steps run "
             "without CUDA graphs, many times slower; name another kernel, or let the engine choose",
         )
+    has_graphs = not (config.model_config.enforce_eager or waiting)
     return RunnerLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        has_graphs=not (config.model_config.enforce_eager or waiting),
+        has_graphs=has_graphs,
+        has_prompt_graphs=envs.VLLM_GRAPH_PROMPTS and has_graphs and set(kernels) <= {"triton"},
     )
 
 

@@ -8,15 +8,19 @@ which the steps here stand on both sides of.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from vllm.batch import ForwardBatch, GroupBatch
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+
+logger = init_logger(__name__)
 
 _OURS = "triton"
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -58,6 +62,7 @@ def compile_ahead(
     # Triton may be absent where this file is imported for the steps.
     from vllm._custom_ops.triton.ahead import compile_kernels, note_kernels  # noqa: PLC0415
 
+    started_s = time.perf_counter()
     with note_kernels() as notes:
         for new_lens, computed_lens in list_steps(limits):
             hidden_TE = runner.run_forward(
@@ -66,6 +71,11 @@ def compile_ahead(
         for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
             hidden_TE = runner.run_decode(num_rows)
             model.compute_logits(hidden_TE)
+    logger.info(
+        "%d kernels are to be compiled, which took %.2f s to find out",
+        len(notes),
+        time.perf_counter() - started_s,
+    )
     if tp.rank == 0:
         compile_kernels(notes, max_processes=min(os.cpu_count() or 1, _MAX_PROCESSES))
     tp.barrier()
