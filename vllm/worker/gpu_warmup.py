@@ -28,6 +28,7 @@ _FEWEST_PROMPT_TOKENS = 16
 _CHUNKS = ((64, 64), (64, 1024))
 """New and computed tokens of prompts that come in small parts."""
 
+_MANY_ROWS = 32
 _MAX_PROCESSES = 32
 
 
@@ -88,6 +89,9 @@ def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:
     while num_tokens > 1:
         yield [num_tokens], [0]
         num_tokens = num_tokens // 2 if num_tokens > _FEWEST_PROMPT_TOKENS else 0
+    rows = min(_MANY_ROWS, limits.max_num_seqs)
+    if longest // rows > 1:
+        yield [longest // rows] * rows, [0] * rows
     for num_new, num_computed in ((longest // 4, 0), *_CHUNKS, (longest // 4, longest // 4)):
         if num_new < 2 or num_new + num_computed > limits.max_model_len:
             continue
