@@ -8,14 +8,11 @@ and the decays multiply it entry by entry: with D[i, j] = exp(G[i] - G[j]),
     U = beta (T D) V - beta exp(G) (T K) S.
 The first kernel finds both factors, and the decayed products of queries and keys, for every chunk
 at once; the second walks over the chunks of a row with a slice of the state in registers and writes
-the outputs.
+the outputs, while the tiles of the next chunks are on their way.
 
 Operands of products are rounded to the dtype of the inputs. What a token does to its own output is
 the largest part of it where states decay fast, and is kept out of that: the diagonal of T D is one,
 which no rounding changes, and the diagonal of queries and keys is applied in float32.
-
-The second kernel keeps the transposed state. Its registers and those of U' are then the left
-operands of all products as they are, so that a chunk waits for memory but not for other warps.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.3; the form for one chunk is that of
 arXiv 2406.06484. The inverse is that of `triangle.py`.
@@ -37,11 +34,9 @@ from vllm._custom_ops.triton.triangle import invert
 from vllm.utils.math import cdiv, next_power
 
 _L2_EPSILON = tl.constexpr(1e-6)
-_VALUE_BLOCK = 64  # columns of the state in a program, 16 for each of its four warps
-MANY_HEADS = 1 << 30  # TODO rows x heads for programs of whole heads
-_KEY_PART = 64  # rows of the state in a tile: operands of one tile fit in registers beside it
-_STAGES = 2
-_CHUNK_REGISTERS = None
+MANY_PROGRAMS = 512  # where wider slices of the state still give every processor its share
+PASS_STAGES = 3  # chunks whose tiles are in flight
+_PART = 64  # columns of keys and values in a tile of the first kernel: one fits beside its product
 
 _plain_launch = partial(fast_launch, compiled_in=plain_products)
 
@@ -99,7 +94,7 @@ def _delta_chunk_kernel(
 ):
     """Write for one chunk and head what does not need its state.
 
-    by_state [T, H, K]: -beta exp(G) T K; by_value [places, H, V, CHUNK]: beta (T D) V, transposed;
+    by_state [T, H, K]: -beta exp(G) T K; by_value [T, H, V]: beta (T D) V;
     attention [T, H, CHUNK]: decayed products of queries and earlier keys; factors [3, H, T]: what
     queries and changes are multiplied with when they meet the state, and the products of queries
     with their own keys; kept [H, places]: the decay of the whole chunk.
@@ -161,14 +156,13 @@ def _delta_chunk_kernel(
         at_K = i * PART + tl.arange(0, PART)
         _store_tile(by_state + head * KEY, made, tokens, at_K, is_token, at_K < KEY, HEADS * KEY)
 
-    mixed = tl.trans((inverse * gaps).to(dtype))
-    by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
+    mixed = (inverse * gaps).to(dtype)
+    by_value += head * VALUE
     for i in tl.static_range(VALUE_PARTS):
         at_V = i * VALUE_PART + tl.arange(0, VALUE_PART)
         value = load_tile(v + head * v_head, tokens, at_V, is_token, at_V < VALUE, v_stride)
-        made = tl.dot(tl.trans(value), mixed, input_precision=PRECISION) * rate[None, :]
-        at_out = by_value + at_V[:, None] * CHUNK + at[None, :]
-        tl.store(at_out, made.to(dtype), mask=(at_V < VALUE)[:, None])
+        made = tl.dot(mixed, value, input_precision=PRECISION) * rate[:, None]
+        _store_tile(by_value, made, tokens, at_V, is_token, at_V < VALUE, HEADS * VALUE)
 
     factors += head * num_tokens + tokens
     part = HEADS * num_tokens
@@ -207,91 +201,68 @@ def _delta_pass_kernel(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     SHARE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take BLOCK_V columns of a head's state, PARTS tiles of PART keys, through a row's chunks."""
+    """Take BLOCK_V columns of one head's state through all chunks of a row."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     begin, end, computed = load_row(row, cu_query_lens, num_computed, False)
     if (begin >= end) | (computed < 0):
         return
     at = tl.arange(0, CHUNK)
-    keys = tl.arange(0, PART)
+    keys = tl.arange(0, BLOCK_K)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_value = values < VALUE
+    is_key, is_value = keys < KEY, values < VALUE
     dtype = k.dtype.element_ty
 
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     own = state + unit * unit_stride + head * (KEY * VALUE)
-    own = own + keys[None, :] * VALUE + values[:, None]
-    parts = ()  # type: tuple[tl.tensor, ...]
-    for i in tl.static_range(PARTS):
-        in_state = (keys + i * PART < KEY)[None, :] & is_value[:, None] & (computed > 0)
-        loaded = tl.load(own + i * PART * VALUE, mask=in_state, other=0.0).to(tl.float32)
-        parts = parts + (loaded,)  # noqa: RUF005 - the compiler knows no stars
+    own = own + keys[:, None] * VALUE + values[None, :]
+    in_state = is_key[:, None] & is_value[None, :]
+    state_KV = tl.load(own, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
     q += head // SHARE * q_head
     k += head // SHARE * k_head
     factors += head * num_tokens
-    step = HEADS * num_tokens
-    place = begin // CHUNK - tl.load(cu_query_lens) // CHUNK + row
-    kept += head * num_places + place
-    by_value += (place * HEADS + head).to(tl.int64) * (VALUE * CHUNK)
-    by_value = by_value + values[:, None] * CHUNK + at[None, :]
+    part = HEADS * num_tokens
+    kept += head * num_places + begin // CHUNK - tl.load(cu_query_lens) // CHUNK + row
     for first in tl.range(begin, end, CHUNK, num_stages=STAGES):
         is_token = first + at < end
         tokens = (first + at).to(tl.int64)
+        old = state_KV.to(dtype)  # what follows is loaded where it is used: registers are few
+        solved = load_tile(by_state + head * KEY, tokens, keys, is_token, is_key, HEADS * KEY)
+        change = load_tile(
+            by_value + head * VALUE, tokens, values, is_token, is_value, HEADS * VALUE
+        )
+        change = tl.dot(solved, old, change.to(tl.float32), input_precision=PRECISION)
+        query = load_tile(q, tokens, keys, is_token, is_key, q_stride)
+        read = tl.dot(query, old, input_precision=PRECISION)
+        read *= tl.load(factors + tokens, mask=is_token, other=0.0)[:, None]
+        read += change * tl.load(factors + 2 * part + tokens, mask=is_token, other=0.0)[:, None]
         scores = load_tile(
             attention + head * CHUNK, tokens, at, is_token, at < CHUNK, HEADS * CHUNK
         )
-        change = tl.load(by_value, mask=is_value[:, None], other=0.0).to(tl.float32)
-        query_factor = tl.load(factors + tokens, mask=is_token, other=0.0)
-        change_factor = tl.load(factors + step + tokens, mask=is_token, other=0.0)
-        own_score = tl.load(factors + 2 * step + tokens, mask=is_token, other=0.0)
-        decay = tl.load(kept)
-
-        read = tl.zeros([BLOCK_V, CHUNK], tl.float32)
-        for i in tl.static_range(PARTS):
-            old = parts[i].to(dtype)
-            at_K = i * PART + keys
-            solved = load_tile(
-                by_state + head * KEY, tokens, at_K, is_token, at_K < KEY, HEADS * KEY
-            )
-            change = tl.dot(old, tl.trans(solved), change, input_precision=PRECISION)
-        for i in tl.static_range(PARTS):
-            at_K = i * PART + keys
-            query = load_tile(q, tokens, at_K, is_token, at_K < KEY, q_stride)
-            old = parts[i].to(dtype)
-            read = tl.dot(old, tl.trans(query), read, input_precision=PRECISION)
-        written = (change * change_factor[None, :]).to(dtype)
-        new = ()  # type: tuple[tl.tensor, ...]
-        for i in tl.static_range(PARTS):
-            at_K = i * PART + keys
-            key = load_tile(k, tokens, at_K, is_token, at_K < KEY, k_stride)
-            moved = tl.dot(written, key, parts[i] * decay, input_precision=PRECISION)
-            new = new + (moved,)  # noqa: RUF005
-        parts = new
-        read *= query_factor[None, :]
-        read += change * own_score[None, :]
-        read = tl.dot(change.to(dtype), tl.trans(scores), read, input_precision=PRECISION)
-        place_out = out + head * out_head + tokens[None, :] * out_stride + values[:, None]
-        tl.store(place_out, read.to(dtype), mask=is_token[None, :] & is_value[:, None])
-        by_value += HEADS * VALUE * CHUNK
+        read = tl.dot(scores, change.to(dtype), read, input_precision=PRECISION)
+        _store_tile(out + head * out_head, read, tokens, values, is_token, is_value, out_stride)
+        change *= tl.load(factors + part + tokens, mask=is_token, other=0.0)[:, None]
+        state_KV *= tl.load(kept)
+        key = load_tile(k, tokens, keys, is_token, is_key, k_stride)
+        state_KV = tl.dot(tl.trans(key), change.to(dtype), state_KV, input_precision=PRECISION)
         kept += 1
-    for i in tl.static_range(PARTS):
-        in_state = (keys + i * PART < KEY)[None, :] & is_value[:, None]
-        tl.store(own + i * PART * VALUE, parts[i].to(state.dtype.element_ty), mask=in_state)
+    tl.store(own, state_KV.to(state.dtype.element_ty), mask=in_state)
 
 
-def _choose_value_block(most: int, block_k: int, num_heads: int) -> int:
-    """Return how many columns of the state a program keeps; wide ones load keys less often."""
-    if block_k > 128:
-        return min(most, _VALUE_BLOCK // 2)
-    return min(most, 2 * _VALUE_BLOCK if num_heads >= MANY_HEADS else _VALUE_BLOCK)
+def _choose_pass(most: int, block_k: int, num_heads: int, *, is_wide: bool) -> dict[str, int]:
+    """Return the columns of the state in a program of the second kernel, and how it is launched."""
+    if is_wide:
+        return {"BLOCK_V": min(most, 16), "STAGES": 1, "num_warps": 4}
+    stages = PASS_STAGES if block_k <= 128 else 1  # tiles wait in shared memory
+    if most >= 64 and block_k <= 128 and num_heads * (most // 64) >= MANY_PROGRAMS:
+        return {"BLOCK_V": 64, "STAGES": stages, "num_warps": 8}
+    return {"BLOCK_V": min(most, 32), "STAGES": stages, "num_warps": 8 if most > 16 else 4}
 
 
 def run_delta_chunks(
@@ -311,8 +282,7 @@ def run_delta_chunks(
         gates: logarithms of the decay and learning rates, float32 [T, H], contiguous.
         rows: offsets of the states, cu_query_lens, num_computed.
 
-    Cost: scratch of K + V + 64 numbers a token and head, and of at most 64 V more a row and head;
-        six products of 64 x 64 x K a chunk.
+    Cost: scratch of K + V + 64 numbers a token and head; six products of 64 x 64 x K a chunk.
     """
     q, k, v = qkv
     state_offsets, cu_query_lens, _ = rows
@@ -322,14 +292,14 @@ def run_delta_chunks(
     is_wide = q.dtype == torch.float32
     chunk, levels, precision = (32, 5, "tf32x3") if is_wide else (64, 6, "tf32")
     block_k, block_v = (max(16, next_power(n)) for n in (key_size, value_size))
-    part, value_part = min(block_k, _KEY_PART), min(block_v, _VALUE_BLOCK)
+    part, value_part = min(block_k, _PART), min(block_v, _PART)
     sizes = {
         "HEADS": num_heads, "KEY": key_size, "VALUE": value_size,
         "SHARE": num_heads // q.shape[1], "CHUNK": chunk, "PRECISION": precision,
     }  # fmt: skip
     num_places = count_places(num_tokens, num_rows, chunk)
     by_state = q.new_empty(num_tokens, num_heads, key_size)
-    by_value = q.new_empty(num_places, num_heads, value_size, chunk)
+    by_value = q.new_empty(num_tokens, num_heads, value_size)
     attention = q.new_empty(num_tokens, num_heads, chunk)
     factors = torch.empty(3, num_heads, num_tokens, dtype=torch.float32, device=q.device)
     kept = torch.empty(num_heads, num_places, dtype=torch.float32, device=q.device)
@@ -342,14 +312,12 @@ def run_delta_chunks(
         HAS_L2NORM=l2norm, PARTS=cdiv(key_size, part), PART=part,
         VALUE_PARTS=cdiv(value_size, value_part), VALUE_PART=value_part,
         LEVELS=levels, INNER=inner,
-        num_warps=4, num_stages=1, maxnreg=None if is_wide else _CHUNK_REGISTERS, **sizes,
+        num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
-    block_v = _choose_value_block(block_v, block_k, num_rows * num_heads)
-    _delta_pass_kernel[cdiv(value_size, block_v), num_heads, num_rows](
+    tile = _choose_pass(block_v, block_k, num_rows * num_heads, is_wide=is_wide)
+    _delta_pass_kernel[cdiv(value_size, tile["BLOCK_V"]), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],
         state.stride(0), state_offsets.stride(0),
-        PARTS=cdiv(key_size, part), PART=part, BLOCK_V=block_v,
-        num_warps=max(4, block_v // 16),
-        STAGES=1 if is_wide else _STAGES, **sizes,
+        BLOCK_K=block_k, **tile, **sizes,
     )  # fmt: skip
