@@ -8,9 +8,11 @@ from torch import nn
 
 from tests.utils.ops import random_rows
 from vllm._custom_ops import moe as moe_ops
+from vllm._custom_ops.naive import activation as naive_activation
 from vllm._custom_ops.naive import moe as naive
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.models import blocks
 from vllm.model_executor.models.blocks import BlockContext, MoeBlock, RopeSet
 from vllm.model_executor.models.deepseek_v2 import GroupedMoeBlock, GroupedMoeShape
 from vllm.model_executor.models.shapes import MoeShape
@@ -66,6 +68,14 @@ def make_deepseek(num_shared: int, has_gate: bool) -> GroupedMoeBlock:
     return GroupedMoeBlock(shape, CONTEXT)
 
 
+def play_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build blocks as on a GPU, whose own ops are played by their twins."""
+    for module in (fused_moe, blocks):
+        monkeypatch.setattr(module, "is_built_on_gpu", lambda: True)
+    monkeypatch.setattr(moe_ops, "choose_experts", naive.choose_experts)
+    monkeypatch.setattr(blocks, "add_gated", naive_activation.add_gated)
+
+
 @pytest.mark.parametrize(
     ("make", "num_shared", "has_gate"),
     [(make_qwen, 1, True), (make_qwen, 1, False), (make_deepseek, 2, False)],
@@ -77,11 +87,24 @@ def test_shared_experts_equal_the_mlp(
     apart = make(num_shared, has_gate)
     fill(apart)
     expected = apart(x)
-    monkeypatch.setattr(fused_moe, "is_built_on_gpu", lambda: True)
+    play_gpu(monkeypatch)
     monkeypatch.setattr(fused_moe, "MAX_SHARED", 2)
-    monkeypatch.setattr(moe_ops, "choose_experts", naive.choose_experts)
     block = make(num_shared, has_gate)
     fill(block)
     block.pack()
     assert block.experts.num_shared == num_shared and block.shared is None
+    torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gate_is_an_output_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_rows(7, HIDDEN, dtype=torch.float32, seed=50)
+    apart = make_qwen(1, True)
+    fill(apart)
+    expected = apart(x)
+    play_gpu(monkeypatch)
+    monkeypatch.setattr(fused_moe, "MAX_SHARED", 0)
+    block = make_qwen(1, True)
+    fill(block)
+    block.pack()
+    assert block.shared is not None and block.shared_gate is None
     torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-6)

@@ -1,8 +1,8 @@
-"""A mixture and the MLP that every token takes beside it, in one pass over memory on a GPU.
+"""A mixture and the MLP that every token takes beside it, in fewer launches on a GPU.
 
-Called by `models/blocks.py` and `models/deepseek_v2.py`. The MLP becomes further experts of the
-mixture, which every token chooses, and its gate a further column of the router: five launches less
-in a layer, each of which costs a decode step about as much as what it computes.
+Called by `models/blocks.py` and `models/deepseek_v2.py`. The MLP's gate becomes a further output of
+the router and, if `FusedMoE` keeps it so, the MLP further experts of the mixture, which every token
+chooses. Each launch that this saves costs a decode step about as much as what it computes.
 
 Shapes: T tokens, E hidden size, N experts.
 """

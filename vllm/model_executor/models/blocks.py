@@ -23,7 +23,7 @@ from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec, Nothing
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import make_gated_activation
-from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.fused_moe import FusedMoE, is_built_on_gpu
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -228,6 +228,7 @@ class MoeBlock(PackedModule):
         super().__init__()
         self._tp = context.tp
         self._shape = shape
+        self._is_on_gpu = is_built_on_gpu()
         self.router = ReplicatedLinear(
             context.hidden_size, shape.num_experts, bias=False, dtype=context.dtype
         )
@@ -245,41 +246,39 @@ class MoeBlock(PackedModule):
         self.shared: MlpBlock | None = None
         self.shared_gate: ReplicatedLinear | None = None
         if shape.shared_size:
-            self.shared = MlpBlock(
-                MlpShape(intermediate_size=shape.shared_size, activation=shape.activation),
-                context,
-                is_partial=True,
-            )
+            mlp = MlpShape(intermediate_size=shape.shared_size, activation=shape.activation)
+            self.shared = MlpBlock(mlp, context, is_partial=True)
         if shape.shared_size and shape.has_shared_gate:
             self.shared_gate = ReplicatedLinear(
                 context.hidden_size, 1, bias=False, dtype=context.dtype
             )
 
     def pack(self) -> None:
-        """Make the shared expert one of the mixture's where that keeps it so; see FusedMoE."""
-        if self.shared is None or not self.experts.num_shared:
-            return
-        hold_shared(self.experts, self.shared.gate_up, self.shared.down)
-        if self.shared_gate is not None:
+        """On a GPU make the gate an output of the router, and see FusedMoE.hold_shared."""
+        if self.shared_gate is not None and self._is_on_gpu:
             append_gate(self.router, self.shared_gate)
-        self.shared = self.shared_gate = None
+            self.shared_gate = None
+        if self.shared is not None and self.experts.num_shared:
+            hold_shared(self.experts, self.shared.gate_up, self.shared.down)
+            self.shared = None
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Return the contribution of the chosen and the shared experts, [T, E]."""
+        logits_TN, count = self.router(x_TE), self._shape.num_experts
         if self.experts.num_shared:
             choice = ExpertChoice(
-                num_experts=self._shape.num_experts,
+                num_experts=count,
                 num_shared=self.experts.num_shared,
                 has_shared_gate=self._shape.has_shared_gate,
                 renormalize=self._shape.renormalize,
             )
-            out_TE = run_with_choice(self.experts, x_TE, self.router(x_TE), choice)
+            out_TE = run_with_choice(self.experts, x_TE, logits_TN, choice)
             return self._tp.all_reduce(out_TE)
-        out_TE = self.experts(x_TE, self.router(x_TE))
+        out_TE = self.experts(x_TE, logits_TN[:, :count])
         if self.shared is not None:
             shared_TE = self.shared(x_TE)
-            if self.shared_gate is not None and x_TE.is_cuda:
-                add_gated(out_TE, shared_TE, self.shared_gate(x_TE))
+            if logits_TN.shape[1] > count:  # the gate's is among them
+                add_gated(out_TE, shared_TE, logits_TN[:, count : count + 1])
                 return self._tp.all_reduce(out_TE)
             if self.shared_gate is not None:
                 # torch.sigmoid rounds an element by its place in memory; exp and division do not.
