@@ -1,0 +1,130 @@
+"""Which Triton kernels random steps want that were not compiled ahead, on a machine without a GPU.
+
+Run by `test_late_kernels.py` in a process of its own, where kernels are not interpreted and tensors
+say that they are on a GPU. Launches are only noted; ops in C++ do nothing. Prints JSON, for each
+family named on the command line the kernels that came late.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.driver import driver
+
+import vllm._custom_ops
+from tests._custom_ops.triton.stand_in import Driver
+from tests.e2e.gpu.families import write_checkpoint
+from vllm import EngineArgs
+from vllm._custom_ops.triton import ahead, table
+from vllm.config import EngineConfig
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers import state
+from vllm.model_executor.model_loader.loader import get_model_architecture
+from vllm.worker import gpu_input_batch, gpu_warmup
+from vllm.worker.cache_engine import CacheEngine
+from vllm.worker.cuda_graph import list_graph_sizes
+from vllm.worker.gpu_memory import _lay_out_least
+from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+from vllm.worker.layer_setup import list_groups
+
+CPU = torch.device("cpu")
+LIMITS = RunnerLimits(
+    max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=1024, has_graphs=True
+)
+
+
+class Ops:
+    """The ops: Triton's, and nothing for the others."""
+
+    def __init__(self) -> None:
+        modules = [importlib.import_module(f"{table.__package__}.{m}") for m in table.MODULES]
+        self._functions = {op: f for module in modules for op, f in module.OPS.items()}
+
+    def __getattr__(self, op: str) -> Any:
+        return self._functions.get(op, lambda *args: None)
+
+
+@contextmanager
+def act_as_gpu() -> Iterator[None]:
+    """Let layers take the way of a GPU inside; weights are to be made before."""
+    driver.set_active(Driver())
+    state.has_step_ops = lambda tensor: True
+    gpu_input_batch.StagingRing = lambda *args: None  # pinned memory wants a GPU
+    doors = [m.name for m in pkgutil.iter_modules(vllm._custom_ops.__path__) if not m.ispkg]
+    for name in doors:
+        module = importlib.import_module(f"vllm._custom_ops.{name}")
+        for namespace in ("C", "CACHE_OPS"):
+            if name != "library" and hasattr(module, namespace):
+                setattr(module, namespace, Ops())
+    torch.Tensor.is_cuda = property(lambda self: True)
+    try:
+        yield
+    finally:
+        del torch.Tensor.is_cuda
+
+
+def make_runner(model: Any, config: EngineConfig) -> tuple[GpuModelRunner, CacheEngine]:
+    """Return a runner on the least cache."""
+    for layer in model.attention_layers().values():
+        layer.bind("triton")
+    specs = model.cache_specs()
+    cache = CacheEngine(specs, _lay_out_least(list_groups(specs, config)), CPU)
+    kernels = dict.fromkeys(model.attention_layers(), "triton")
+    tp = TensorParallel.single()
+    return GpuModelRunner(model, cache, kernels, tp, limits=LIMITS, device=CPU), cache
+
+
+def find_late(directory: Path) -> list[str]:
+    """Return the kernels that random steps want and `compile_ahead` does not know."""
+    config = EngineArgs(
+        model=str(directory), device="cpu", dtype="bfloat16", skip_tokenizer_init=True,
+        max_model_len=LIMITS.max_model_len,
+    ).create_engine_config()  # fmt: skip
+    cls, _ = get_model_architecture(config.model_config)
+    model: Any = cls(
+        config.model_config.hf_config,
+        dtype=torch.bfloat16,
+        tp=TensorParallel.single(),
+        max_model_len=LIMITS.max_model_len,
+    ).eval()
+    known: set[ahead.KernelNote] = set()
+    ahead.compile_kernels = lambda notes, max_processes: known.update(notes)
+    with act_as_gpu(), torch.inference_mode():
+        runner, cache = make_runner(model, config)
+        gpu_warmup.compile_ahead(
+            model, runner, cache.geometries, {}, TensorParallel.single(),
+            limits=LIMITS, device=CPU,
+        )  # fmt: skip
+        with ahead.note_kernels() as wanted:
+            for num_rows in list_graph_sizes(LIMITS.max_num_seqs):
+                model.compute_logits(runner.run_decode(num_rows))
+            for new_lens, computed_lens in draw_steps():
+                step = gpu_warmup.make_step(new_lens, computed_lens, cache.geometries, device=CPU)
+                runner.run_forward(step)
+    return sorted(note.name for note in set(wanted) - known)
+
+
+def draw_steps() -> Iterator[tuple[list[int], list[int]]]:
+    """Yield new and computed tokens of steps of every kind."""
+    rng = random.Random(0)
+    for _ in range(40):
+        num_single, num_others = rng.choice((0, rng.randrange(60))), rng.randrange(1, 4)
+        new_lens = [1] * num_single + [rng.randrange(2, 300) for _ in range(num_others)]
+        computed = [rng.choice((0, 64, 77, 900)) for _ in range(num_others)]
+        yield new_lens, [rng.randrange(1, 900) for _ in range(num_single)] + computed
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: find_late(write_checkpoint(name, Path(folder))) for name in sys.argv[1:]}
+    print(json.dumps(found))
