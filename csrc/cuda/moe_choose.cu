@@ -1,6 +1,6 @@
-// Op: _C::choose_experts, which exists on CUDA only: experts of routers that score by sigmoids, correct
-// scores for the choice, scale weights or choose within groups, and experts that every token takes.
-// One warp a token.
+// Op: _C::choose_experts, which exists on CUDA only: experts of routers that score by sigmoids,
+// correct scores for the choice, scale weights or choose within groups, and experts that every
+// token takes. One warp a token.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
