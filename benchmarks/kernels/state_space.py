@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
 from vllm._custom_ops.triton import (
     causal_conv,
+    delta_chunks,
     delta_rule,
     gated_norm,
     mamba2,
@@ -202,6 +204,26 @@ def measure_flops_per_s() -> float:
     return 2 * MATRIX**3 / (measure_us([lambda: a @ b]) * 1e-6)
 
 
+def choose_forms(args: argparse.Namespace) -> None:
+    """Let kernels take the forms that the command line names."""
+    if args.few_heads is not None:
+        mamba2.FEW_HEADS = args.few_heads
+    if args.value_block is not None:
+        delta_rule.VALUE_BLOCK = args.value_block
+    if args.delta_form is not None:
+        stages, programs, is_grouped = map(int, args.delta_form.split(","))
+        delta_chunks.PASS_STAGES, delta_chunks.MANY_PROGRAMS = stages, programs
+        if is_grouped:
+            for kernel in (delta_chunks._delta_chunk_kernel, delta_chunks._delta_pass_kernel):
+                kernel.compiled_in = nullcontext
+    if args.many_programs is not None:
+        mamba2_chunks.MANY_PROGRAMS = args.many_programs
+    if args.mamba_form is not None:
+        form = tuple(map(int, args.mamba_form.split(",")))
+        mamba2_chunks.CHUNK, mamba2_chunks.STATE_WARPS = form[:2]
+        mamba2_chunks.STATE_STAGES, mamba2_chunks.OUTPUT_STAGES = form[2:]
+
+
 @torch.inference_mode()
 def main() -> None:
     """Print a JSON line for each op and load."""
@@ -209,6 +231,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of an op's name")
     parser.add_argument("--few-heads", type=int, help="rows x heads for the tiles of few heads")
     parser.add_argument("--many-programs", type=int, help="programs for the tiles of many")
+    parser.add_argument("--value-block", type=int, help="columns of a delta rule's step")
+    parser.add_argument(
+        "--delta-form", help="chunks in flight, programs for wide slices, wgmma (0 or 1)"
+    )
     parser.add_argument(
         "--mamba-form",
         help="tokens of a chunk, warps and tiles in flight of its states, tiles of its outputs",
@@ -218,14 +244,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     kept = getattr(torch, args.state_dtype)
-    if args.few_heads is not None:
-        delta_rule.FEW_HEADS = mamba2.FEW_HEADS = args.few_heads
-    if args.many_programs is not None:
-        mamba2_chunks.MANY_PROGRAMS = args.many_programs
-    if args.mamba_form is not None:
-        form = tuple(map(int, args.mamba_form.split(",")))
-        mamba2_chunks.CHUNK, mamba2_chunks.STATE_WARPS = form[:2]
-        mamba2_chunks.STATE_STAGES, mamba2_chunks.OUTPUT_STAGES = form[2:]
+    choose_forms(args)
     copy_rate, flop_rate = measure_copy_bytes_per_s(), measure_flops_per_s()
     machine = {"copy_tb_per_s": copy_rate / 1e12, "product_tflops": flop_rate / 1e12}
     print(json.dumps({name: round(rate, 2) for name, rate in machine.items()}), flush=True)

@@ -11,7 +11,7 @@ state_offsets[b]. It is read unless num_computed[b] is 0, where it counts as zer
 are, and overwritten with the state after the row's last token. A row without tokens keeps it. A GPU
 takes recurrent states in float32, bfloat16 or float16, a CPU in float32; all compute in float32.
 
-Ops named `_step` exist on a GPU only. They are what a layer does in a decode step in one launch,
+Ops named `_step` exist on a GPU only. They are what a layer does in a decode step in few launches,
 and take seq_lens, int32 [B], tokens after the step, where the others take num_computed. A row has
 at most one token; one of seq_len 0 is padding: its output is zero and its state stays. Their rows
 may be the first of a step, whose other tokens they leave alone.

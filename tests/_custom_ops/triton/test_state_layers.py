@@ -23,13 +23,12 @@ from vllm._custom_ops import state_space as doors
 from vllm.model_executor.layers import state as state_layers
 
 
-def interpret_ops(monkeypatch: pytest.MonkeyPatch, few_heads: int = 256) -> None:
+def interpret_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers run over the GPU's ops."""
     from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm, mamba2
 
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU here")
-    monkeypatch.setattr(delta_rule, "FEW_HEADS", few_heads)
     monkeypatch.setattr(state_layers, "has_step_ops", lambda tensor: True)
     for module in (causal_conv, delta_rule, gated_norm, mamba2):
         for name, function in module.OPS.items():
@@ -37,18 +36,14 @@ def interpret_ops(monkeypatch: pytest.MonkeyPatch, few_heads: int = 256) -> None
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(
-    ("make", "few_heads"),
-    [(make_delta_net, 256), (make_delta_net, 0), (make_mamba, 256), (make_short_conv, 256)],
-)
+@pytest.mark.parametrize("make", [make_delta_net, make_mamba, make_short_conv])
 def test_same_as_over_the_cpu_ops(
-    make: Callable[[], nn.Module], few_heads: int, step: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steps of few and of many heads: with the delta net's norm in its kernel and after it."""
     layer = make()
     expected_step = make_step(layer, *STEPS[step])
     expected = expected_step.run(layer)
-    interpret_ops(monkeypatch, few_heads)
+    interpret_ops(monkeypatch)
     actual_step = make_step(layer, *STEPS[step])
     assert_close(actual_step.run(layer), expected, 1e-5)
     for found, wanted in zip(actual_step.memory, expected_step.memory, strict=True):

@@ -11,8 +11,6 @@ may change the last bits of its state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,10 +23,7 @@ from vllm._custom_ops.triton.state_rows import ROW_TABLES, is_single_step, load_
 from vllm.utils.math import cdiv, next_power
 
 _L2_EPSILON = tl.constexpr(1e-6)
-_MAX_TILE = 128 * 128  # numbers of a state that the registers of one program hold
-FEW_HEADS = 256  # up to so many, whole heads fill the GPU once and a launch for the norm is saved
-_VALUE_BLOCK = 32
-_LARGE_WARPS = 8
+VALUE_BLOCK = 32  # columns of the state in a program of one token: few, for many programs
 
 
 @triton.jit
@@ -84,16 +79,13 @@ def _delta_step_kernel(
     v,
     g,
     beta,
-    gate,
     a_log,
     dt_bias,
-    norm_weight,
     state,
     state_offsets,
     cu_query_lens,
     lens,
     scale,
-    epsilon,
     out_stride,
     out_head,
     q_stride,
@@ -104,8 +96,6 @@ def _delta_step_kernel(
     v_head,
     g_stride,
     beta_stride,
-    gate_stride,
-    gate_head,
     unit_stride,
     offset_stride,
     KEY: tl.constexpr,
@@ -113,7 +103,6 @@ def _delta_step_kernel(
     SHARE: tl.constexpr,
     HAS_L2NORM: tl.constexpr,
     HAS_RAW_GATES: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     IS_AFTER: tl.constexpr,
     OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -141,9 +130,7 @@ def _delta_step_kernel(
     own = own + keys[:, None] * VALUE + values[None, :]
     in_state = is_key[:, None] & is_value[None, :]
     state_KV = tl.load(own, mask=in_state & (computed > 0), other=0.0).to(tl.float32)
-    num_steps = (
-        1 if IS_AFTER else end - begin
-    )  # a loop of one turn is none, and takes fewer registers
+    num_steps = 1 if IS_AFTER else end - begin  # a loop of one turn is none and takes less
     for step in range(0, num_steps):
         token = (begin + step).to(tl.int64)
         key_head = head // SHARE
@@ -163,28 +150,8 @@ def _delta_step_kernel(
         change = (value.to(tl.float32) - predicted) * rate
         state_KV = state_KV * decay + key[:, None] * change[None, :]
         result = (read + change * tl.sum(key * query, axis=0)).to(out.dtype.element_ty)
-        if HAS_NORM:  # BLOCK_V covers the head
-            wide = result.to(tl.float32)
-            wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / VALUE + epsilon)
-            weight = tl.load(norm_weight + values, mask=is_value, other=0.0).to(tl.float32)
-            wide = (wide.to(out.dtype.element_ty).to(tl.float32) * weight).to(out.dtype.element_ty)
-            factor = gate + token * gate_stride + head * gate_head + values
-            factor = tl.load(factor, mask=is_value, other=0.0).to(tl.float32)
-            factor = factor / (1.0 + tl.exp(-factor))
-            result = (wide.to(tl.float32) * factor).to(out.dtype.element_ty)
         tl.store(out + token * out_stride, result, mask=is_value)
     tl.store(own, state_KV.to(state.dtype.element_ty), mask=in_state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OutputNorm:
-    """The gated norm that follows the rule, and the parameters of raw gates."""
-
-    gate_THV: Tensor
-    a_log_H: Tensor
-    dt_bias_H: Tensor
-    weight_V: Tensor
-    epsilon: float
 
 
 def _run_steps(
@@ -196,49 +163,30 @@ def _run_steps(
     scale: float,
     *,
     l2norm: bool,
-    raw: _OutputNorm | None,
+    raw: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the walk; with `raw` the gates are raw and, where a head fits, the norm is applied."""
+    """Launch the walk; with `raw`, A_log and dt_bias, gates are raw and lengths those after it."""
     q, k, v = qkv
-    state_offsets, cu_query_lens, lens = rows
-    _, num_heads, value_size = v.shape
-    key_size, num_rows = q.shape[2], state_offsets.shape[0]
-    block_k, block_v = (next_power(n) for n in (key_size, value_size))
-    is_small = block_k * block_v <= _MAX_TILE and num_rows * num_heads <= FEW_HEADS
-    has_norm = raw is not None and is_small
-    if not has_norm:
-        block_v = min(block_v, _VALUE_BLOCK)
-    gate, a_log, dt_bias, weight, epsilon = (
-        (v, gates[0], gates[0], v, 0.0)
-        if raw is None
-        else (raw.gate_THV, raw.a_log_H, raw.dt_bias_H, raw.weight_V, raw.epsilon)
-    )
-    is_large = block_k * block_v >= _MAX_TILE
+    num_heads, value_size = v.shape[1:]
+    key_size = q.shape[2]
+    block_v = min(next_power(value_size), VALUE_BLOCK)
     is_overlapped = overlaps(q.device)
-    _delta_step_kernel[cdiv(value_size, block_v), num_heads, num_rows](
-        out_THV, q, k, v, *gates, gate, a_log, dt_bias, weight, state, state_offsets,
-        cu_query_lens, lens, scale, epsilon,
+    _delta_step_kernel[cdiv(value_size, block_v), num_heads, rows[0].shape[0]](
+        out_THV, q, k, v, *gates, *(raw or gates), state, *rows, scale,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        gates[0].stride(0), gates[1].stride(0), *gate.stride()[:2],
-        state.stride(0), state_offsets.stride(0),
+        gates[0].stride(0), gates[1].stride(0), state.stride(0), rows[0].stride(0),
         KEY=key_size,
         VALUE=value_size,
         SHARE=num_heads // q.shape[1],
         HAS_L2NORM=l2norm,
         HAS_RAW_GATES=raw is not None,
-        HAS_NORM=has_norm,
         IS_AFTER=raw is not None,
         OVERLAPS=is_overlapped,
-        BLOCK_K=block_k,
+        BLOCK_K=next_power(key_size),
         BLOCK_V=block_v,
-        num_warps=_LARGE_WARPS if is_large else 4,
-        maxnreg=128 if is_large else None,  # two programs a processor: one loads, one computes
+        num_warps=4,
         launch_pdl=is_overlapped,
     )  # fmt: skip
-    if raw is not None and not has_norm:
-        # The rows' tokens come first; those of other rows may follow and are not to be touched.
-        out_TC, gate_TC = (t[:num_rows].flatten(1) for t in (out_THV, raw.gate_THV))
-        gated_rms_norm(out_TC, out_TC, gate_TC, weight, epsilon, value_size, False)
 
 
 def delta_rule_gates(
@@ -282,7 +230,7 @@ def gated_delta_rule(
     num_tokens = v_THV.shape[0]
     if not num_tokens or not state_offsets.shape[0]:
         return
-    run = _run_walk if is_single_step(num_tokens, cu_query_lens) else run_delta_chunks
+    run = _run_steps if is_single_step(num_tokens, cu_query_lens) else run_delta_chunks
     run(
         out_THV,
         (q_THK, k_THK, v_THV),
@@ -292,19 +240,6 @@ def gated_delta_rule(
         scale,
         l2norm=l2norm,
     )
-
-
-def _run_walk(
-    out_THV: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    gates: tuple[Tensor, Tensor],
-    state: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    *,
-    l2norm: bool,
-) -> None:
-    _run_steps(out_THV, qkv, gates, state, rows, scale, l2norm=l2norm, raw=None)
 
 
 def gated_delta_step(
@@ -328,16 +263,20 @@ def gated_delta_step(
     """See the door."""
     if not v_THV.shape[0] or not state_offsets.shape[0]:
         return
-    raw = _OutputNorm(
-        gate_THV=gate_THV,
-        a_log_H=a_log_H,
-        dt_bias_H=dt_bias_H,
-        weight_V=norm_weight_V,
-        epsilon=epsilon,
+    num_rows = state_offsets.shape[0]
+    _run_steps(
+        out_THV,
+        (q_THK, k_THK, v_THV),
+        (a_TH, b_TH),
+        state,
+        (state_offsets, cu_query_lens, seq_lens),
+        scale,
+        l2norm=True,
+        raw=(a_log_H, dt_bias_H),
     )
-    rows = (state_offsets, cu_query_lens, seq_lens)
-    qkv = (q_THK, k_THK, v_THV)
-    _run_steps(out_THV, qkv, (a_TH, b_TH), state, rows, scale, l2norm=True, raw=raw)
+    # The rows' tokens come first; those of other rows may follow and are not to be touched.
+    out_TC, gate_TC = (t[:num_rows].flatten(1) for t in (out_THV, gate_THV))
+    gated_rms_norm(out_TC, out_TC, gate_TC, norm_weight_V, epsilon, v_THV.shape[2], False)
 
 
 OPS = {
