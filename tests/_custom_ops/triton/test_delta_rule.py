@@ -46,6 +46,19 @@ CASES = [
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize(("shape", "name"), CASES)
 def test_equals_the_twin(device: str, shape: str, name: str, dtype: torch.dtype) -> None:
+    check_rule(device, shape, name, dtype)
+
+
+def test_wide_slices_equal_the_twin(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are many rows."""
+    from vllm._custom_ops.triton import delta_chunks
+
+    monkeypatch.setattr(delta_chunks, "MANY_PROGRAMS", 1)
+    check_rule(device, "even", "mixed", torch.bfloat16)
+
+
+def check_rule(device: str, shape: str, name: str, dtype: torch.dtype) -> None:
+    """Compare outputs and all bytes of the cache."""
     from vllm._custom_ops.triton import delta_rule as ops
 
     _, heads, key, value = SHAPES[shape]
