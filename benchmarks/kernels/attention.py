@@ -26,7 +26,7 @@ from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_decode import decode_attention
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
 from vllm._custom_ops.triton.attention_shape import Splits, Tile, fit_decode_tile, fit_prefill_tile
-from vllm.attention.backends.triton import attend_equal_prompts
+from vllm._custom_ops.triton.cudnn import attend_equal_prompts
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "attention_gpu.json"
 BLOCK_TOKENS = 16

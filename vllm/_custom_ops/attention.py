@@ -89,6 +89,7 @@ def prompt_attention(
     max_query_len: int,
     scale: float,
     cu_key_lens: Tensor | None = None,
+    equal_len: int = 0,
 ) -> None:
     """Attend causally to rows that lie behind each other, not in a cache; GPUs only.
 
@@ -103,10 +104,19 @@ def prompt_attention(
         scale: factor of the logits.
         cu_key_lens: int32 [B + 1] where a row has more keys than queries, which are its last ones;
             then K and V are [sum of key lengths, ...].
+        equal_len: the length of every row if they are equal and have no other keys, else 0.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
     C.prompt_attention(
-        out_THD, query_THD, key_THD, value_THD, cu_query_lens, max_query_len, scale, cu_key_lens
+        out_THD,
+        query_THD,
+        key_THD,
+        value_THD,
+        cu_query_lens,
+        max_query_len,
+        scale,
+        cu_key_lens,
+        equal_len,
     )

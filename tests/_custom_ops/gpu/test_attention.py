@@ -215,7 +215,7 @@ def test_whole_prompts_need_no_cache() -> None:
 
 
 def test_torchs_attention_of_equal_prompts() -> None:
-    from vllm.attention.backends.triton import attend_equal_prompts
+    from vllm._custom_ops.triton.cudnn import attend_equal_prompts
 
     rows = Rows([(0, 1024), (0, 1024)], 28, 4, 128)
     args = rows.make_args(PLAIN, [0, 1])

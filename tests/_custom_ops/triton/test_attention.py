@@ -292,6 +292,7 @@ def test_whole_tiles_are_copied_by_the_device(
     device: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_prefill, "can_copy_tiles", lambda device: True)
+    monkeypatch.setenv("VLLM_TRIED_FORMS", "copies")
     monkeypatch.setattr(attention_prefill, "_MIN_TILED_TOKENS", 1)
     problem = Problem(
         rows=((0, 150), (0, 200)), heads=4, kv_heads=2, head_size=64, dtype=torch.bfloat16

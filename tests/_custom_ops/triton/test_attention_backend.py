@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ pytest.importorskip("triton")
 
 from tests.utils.paged import cumulative, make_paged_cache
 from vllm._custom_ops.naive import cache as naive_cache
+from vllm._custom_ops.triton import cudnn
 from vllm.attention.backends import long_prompts
 from vllm.attention.backends import triton as triton_backend
 from vllm.attention.backends.abstract import AttentionBackend, AttentionParams
@@ -114,6 +114,7 @@ def test_rows_with_cached_tokens(
     monkeypatch.setattr(long_prompts, "MAX_CHUNK_TOKENS", 10)
     monkeypatch.setattr(long_prompts, "MIN_CHUNK_COMPUTED", 35)
     monkeypatch.setattr(long_prompts, "MIN_JOINED_TOKENS", 25)
+    monkeypatch.setenv("VLLM_TRIED_FORMS", "join")
     cache, batch, fresh = make_case(case[0], num_decode_rows=case[1], says_lens=True)
     plan = load_backend("triton").plan(batch, 0)
     assert (plan.chunks is not None) == any(n <= 10 for _, n in case[0][case[1] :])
@@ -137,21 +138,71 @@ def test_a_layer_that_reads_anothers_cache() -> None:
     torch.testing.assert_close(found, owner, rtol=1e-5, atol=1e-5)
 
 
+class FakeCudnn:
+    """Plain attention where cuDNN would be called; counts its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_calls = 0
+        monkeypatch.setattr(cudnn, "run", self.run)
+        monkeypatch.setattr(cudnn, "can_serve", lambda *heads: True)
+        monkeypatch.setattr(cudnn, "LENGTH_STEP", 16)
+        monkeypatch.setattr(cudnn, "MIN_EQUAL_TOKENS", 20)
+        monkeypatch.setattr(cudnn, "EQUAL_STEP", 10)
+        monkeypatch.setattr(long_prompts, "MIN_TOKENS", 20)
+        monkeypatch.setenv("VLLM_TRIED_FORMS", "cudnn")
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        has_sums: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        self.num_calls += 1
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        logits = query @ key.mT * scale
+        if is_causal:
+            is_seen = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
+            logits = logits.masked_fill(~is_seen, -math.inf)
+        sums = logits.logsumexp(-1, keepdim=True)
+        return (logits - sums).exp() @ value, sums if has_sums else query.new_empty(0)
+
+
 @pytest.mark.parametrize("has_cap", [False, True])
-def test_equal_whole_prompts_go_to_torch(monkeypatch: pytest.MonkeyPatch, has_cap: bool) -> None:
+def test_equal_whole_prompts_go_to_cudnn(monkeypatch: pytest.MonkeyPatch, has_cap: bool) -> None:
     cache, batch, fresh = make_case([(40, 1), (0, 20), (0, 20)], num_decode_rows=1, says_lens=True)
     params = AttentionParams(scale=SIZE**-0.5)
     expected = run(load_backend("triton"), cache, batch, fresh, params)
-    monkeypatch.setattr(triton_backend, "_is_torch_faster", lambda query, length: length == 20)
-    seen: list[int] = []
-    attend: Callable[..., None] = triton_backend.attend_equal_prompts
-
-    def count_and_attend(*arguments: object) -> None:
-        seen.append(1)
-        attend(*arguments)
-
-    monkeypatch.setattr(triton_backend, "attend_equal_prompts", count_and_attend)
+    fake = FakeCudnn(monkeypatch)
     plain = replace(params, soft_cap=100.0) if has_cap else params
     found = run(load_backend("triton"), cache, batch, fresh, plain)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert len(seen) == (0 if has_cap else 1)
+    assert fake.num_calls == (0 if has_cap else 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_calls"),
+    [
+        ([(40, 1), (0, 21)], 1),
+        ([(40, 1), (7, 25), (0, 32)], 2),
+        ([(40, 1), (32, 32)], 2),
+        ([(40, 1), (37, 30), (16, 20)], 4),
+        ([(40, 1), (37, 30), (16, 19)], 0),
+        ([(40, 1), (60, 3), (37, 30)], 2),
+    ],
+)
+def test_long_rows_go_to_cudnn(
+    monkeypatch: pytest.MonkeyPatch, rows: list[tuple[int, int]], num_calls: int
+) -> None:
+    cache, batch, fresh = make_case(rows, num_decode_rows=1, says_lens=True)
+    params = AttentionParams(scale=SIZE**-0.5)
+    expected = run(load_backend("torch"), cache, batch, fresh, params)
+    fake = FakeCudnn(monkeypatch)
+    monkeypatch.setattr(long_prompts, "MAX_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(long_prompts, "MIN_CHUNK_COMPUTED", 50)
+    found = run(load_backend("triton"), cache, batch, fresh, params)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert fake.num_calls == num_calls

@@ -31,6 +31,7 @@ def test_prompt_attention_equals_twin(device: str, size: int, value_size: int) -
 
 def test_shorter_values_in_whole_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_prefill, "can_copy_tiles", lambda device: True)
+    monkeypatch.setenv("VLLM_TRIED_FORMS", "copies")
     monkeypatch.setattr(attention_prefill, "_MIN_TILED_TOKENS", 1)
     lens, dtype = cumulative([150, 200]), torch.bfloat16
     query = random_rows(350, 2, 48, dtype=dtype, seed=0)

@@ -62,6 +62,7 @@ def prompt_attention(
     max_query_len: int,
     scale: float,
     cu_key_lens: Tensor | None = None,
+    equal_len: int = 0,
 ) -> None:
     """Attend within each row, causally, the queries last; softmax in float32."""
     group = query_THD.shape[1] // key_THD.shape[1]

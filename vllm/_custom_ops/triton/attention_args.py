@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm._custom_ops.triton.attention_shape import split_head
+from vllm._custom_ops.triton.cudnn import PaddedRow
 from vllm.errors import ShapeError
 
 _NO_LIMIT = 1 << 30  # a window or a chunk that no sequence outgrows
@@ -187,6 +188,23 @@ class JoinedRows:
     cu_key_lens: Tensor
     num_keys: int
     max_key_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LongRow:
+    """A row that cuDNN serves.
+
+    Attributes:
+        row: its index in the batch.
+        tokens: where its new tokens are.
+        padded: how it is cut.
+        joined: that row alone, of a tensor that has room for its padding.
+    """
+
+    row: int
+    tokens: slice
+    padded: PaddedRow
+    joined: JoinedRows
 
 
 def _require(is_right: bool, what: str) -> None:

@@ -197,7 +197,7 @@ def _decode_kernel(
         if not IS_DECODE:
             is_seen = sees(num_computed + in_row, position, window, sink_tokens, chunk_tokens)
         logits = tl.where(is_seen, logits, float("-inf"))
-        weights, factor, biggest, total = step_softmax(logits, 1.0, biggest, total)
+        weights, factor, biggest, total = step_softmax(logits, biggest, total)
         value_main = key_main
         if not HAS_ONE_FIELD:
             value_rows = point_rows(

@@ -7,6 +7,8 @@ so that prompts that are resumed anywhere meet the same tiles.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -16,6 +18,7 @@ from vllm._custom_ops.triton.attention_shape import (
     Tile,
     can_copy_tiles,
     fit_prefill_tile,
+    is_tried,
     split_head,
 )
 from vllm._custom_ops.triton.attention_tile import (
@@ -113,15 +116,13 @@ def _attend_tile(
         else:
             key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
         products = tl.dot(query_tail, tl.trans(key_tail), products, input_precision=PRECISION)
-    if HAS_SOFT_CAP:
-        products = scale_logits(products, scale, soft_cap, True)
+    logits = scale_logits(products, scale, soft_cap, HAS_SOFT_CAP)
     if IS_MASKED:
         is_seen = position[None, :] <= query_position[:, None]
         if not IS_CAUSAL_ONLY:
             is_seen = sees(query_position, position, window, sink_tokens, chunk_tokens)
-        products = tl.where(is_seen, products, float("-inf"))
-    unit = 1.0 if HAS_SOFT_CAP else scale * 1.4426950408889634
-    weights, factor, biggest, total = step_softmax(products, unit, biggest, total)
+        logits = tl.where(is_seen, logits, float("-inf"))
+    weights, factor, biggest, total = step_softmax(logits, biggest, total)
     if HAS_ONE_FIELD:
         value_main = key_main
     elif BY_TILE:
@@ -205,6 +206,7 @@ def _prefill_kernel(
     HAS_CACHE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
     HAS_TILES: tl.constexpr,
+    HAS_VALUE_STRIDES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_ONE_FIELD: tl.constexpr,
@@ -253,6 +255,8 @@ def _prefill_kernel(
     whole_begin = tl.minimum(tl.cdiv(all_see, BLOCK_N), whole_end)
     whole_begin = tl.maximum(whole_begin, first_tile)
     whole_end = tl.maximum(whole_begin, whole_end)
+    if not HAS_VALUE_STRIDES:  # as those of keys, which then need no registers of their own
+        value_token_stride, value_head_stride = fresh_token_stride, fresh_head_stride
     kv_head = head // GROUP
     key_head = key_cache + kv_head * head_stride
     value_head = value_cache + kv_head * head_stride
@@ -310,13 +314,17 @@ def prefill_attention(
     """
     num_heads, head_size = args.query.shape[1:]
     main, tail = split_head(head_size)
-    tile = tile or fit_prefill_tile(
-        head_size, args.query.element_size(), args.has_one_field, args.query.device
+    tile = tile or replace(
+        fit_prefill_tile(
+            head_size, args.query.element_size(), args.has_one_field, args.query.device
+        ),
+        copies=is_tried("copies"),
     )
     pointers, strides = args.launch_arguments(has_value_strides=True)
     window, sink_tokens, chunk_tokens = args.mask()
     grid = (num_heads, -(-max_query_len // tile.block_m), num_rows)
-    tiles = _describe_tiles(args, tile.block_n) if max_query_len >= _MIN_TILED_TOKENS else None
+    is_long = tile.copies and max_query_len >= _MIN_TILED_TOKENS
+    tiles = _describe_tiles(args, tile.block_n) if is_long else None
     kernel = _fast_kernel if tiles is None else _prefill_kernel  # Triton alone reads descriptions
     kernel[grid](
         *pointers,
@@ -341,6 +349,7 @@ def prefill_attention(
         HAS_CACHE=args.key_cache is not None,
         HAS_FRESH=args.fresh_key is not None,
         HAS_TILES=tiles is not None,
+        HAS_VALUE_STRIDES=strides[-4:-2] != strides[-2:],
         HAS_SOFT_CAP=args.soft_cap > 0,
         HAS_SINKS=args.sinks is not None,
         HAS_ONE_FIELD=args.has_one_field,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm import envs
+
 MAX_SPLITS = 64  # a power of two; a fold reads them one after the other
 
 FEW_GROUPS = 16
@@ -32,12 +34,14 @@ class Tile:
     Attributes:
         block_m: query heads (decode) or query tokens (prefill).
         block_n: keys of one tile.
+        copies: whether the device copies tiles that are seen whole, where it can.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +166,20 @@ def count_processors(device: torch.device) -> int:
 
 @functools.cache
 def can_copy_tiles(device: torch.device) -> bool:
-    """Return whether a device copies whole tiles by itself, and the kernels are told of them."""
+    """Return whether a device copies whole tiles by itself."""
     return _is_hopper(device)
+
+
+def is_tried(form: str) -> bool:
+    """Return whether a form that has not been measured on a GPU yet is asked for.
+
+    Args:
+        form: "copies" lets the device copy whole tiles of prompts; "join" lays what long prompts
+            see behind each other; "cudnn" pads long prompts for cuDNN; "expand" expands latents of
+            prompts that go on.
+    """
+    forms: str = envs.VLLM_TRIED_FORMS
+    return form in forms.split(",")
 
 
 @functools.cache

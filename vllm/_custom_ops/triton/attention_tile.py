@@ -180,21 +180,19 @@ def scale_logits(products, scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def step_softmax(logits, unit, biggest, total):
+def step_softmax(logits, biggest, total):
     """Take one tile of logits into an online softmax (Milakov and Gimelshein, 2018).
 
     Args:
-        logits: [M, N]; -inf is unseen.
-        unit: what a logit is multiplied by to count in log2, positive; folded into one operation
-            with the difference from the greatest.
-        biggest: [M] greatest logit so far in units of log2, -inf before the first.
+        logits: [M, N] in units of log2; -inf is unseen.
+        biggest: [M] greatest logit so far, -inf before the first.
         total: [M] sum of weights so far.
 
     Returns:
         (weights [M, N], factor [M] of what was summed before, biggest, total).
     """
-    grown = tl.maximum(biggest, tl.max(logits, 1) * unit)
+    grown = tl.maximum(biggest, tl.max(logits, 1))
     base = tl.where(grown == float("-inf"), 0.0, grown)
-    weights = tl.exp2(logits * unit - base[:, None])
+    weights = tl.exp2(logits - base[:, None])
     factor = tl.exp2(biggest - base)
     return weights, factor, grown, total * factor + tl.sum(weights, 1)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllm._custom_ops.triton.attention_shape import is_tried
+from vllm._custom_ops.triton.cudnn import MIN_TOKENS, pad_row
 from vllm.batch import ForwardBatch
 
 if TYPE_CHECKING:
-    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows
+    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows, LongRow
 
 MAX_CHUNK_TOKENS = 128
 MIN_CHUNK_COMPUTED = 512
@@ -45,6 +47,32 @@ def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
     )
 
 
+def plan_long_rows(batch: ForwardBatch, chunks: ChunkRows | None) -> tuple[LongRow, ...]:
+    """Return the rows behind decode rows and `chunks` if every one of them is long, else none."""
+    from vllm._custom_ops.triton.attention_args import JoinedRows, LongRow  # noqa: PLC0415
+
+    if not is_tried("cudnn"):
+        return ()
+    least = 0 if chunks is None else chunks.most_tokens
+    new_lens, computed_lens = batch.new_lens_cpu, batch.computed_lens_cpu
+    indices = [i for i in range(batch.num_decode_rows, len(new_lens)) if new_lens[i] > least]
+    if any(new_lens[i] < MIN_TOKENS for i in indices):
+        return ()
+    starts = [0, *accumulate(new_lens)]
+    rows = []
+    for i in indices:
+        padded, num_keys = pad_row(computed_lens[i], new_lens[i]), new_lens[i] + computed_lens[i]
+        lens = [0] * (i + 1) + [num_keys] * (len(new_lens) - i)
+        joined = JoinedRows(
+            cu_key_lens=send_lens(lens, batch.seq_lens.device),
+            num_keys=padded.num_keys,
+            max_key_len=num_keys,
+        )
+        tokens = slice(starts[i], starts[i + 1])
+        rows.append(LongRow(row=i, tokens=tokens, padded=padded, joined=joined))
+    return tuple(rows)
+
+
 def plan_joined(
     batch: ForwardBatch, window: int, row_bytes: int, chunks: ChunkRows | None
 ) -> JoinedRows | None:
@@ -58,6 +86,8 @@ def plan_joined(
     """
     from vllm._custom_ops.triton.attention_args import JoinedRows  # noqa: PLC0415
 
+    if not is_tried("join"):
+        return None
     least = 0 if chunks is None else chunks.most_tokens
     lens, is_worth_it = [0] * batch.num_decode_rows, False
     for new, computed in list(zip(batch.new_lens_cpu, batch.computed_lens_cpu, strict=True))[

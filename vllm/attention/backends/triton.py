@@ -1,8 +1,8 @@
 """The kernel `triton`: our paged attention on a GPU, split decode and tiled prefill.
 
-Whole prompts of equal length, which is what a benchmark and a batch of long prompts send, go to
-torch's own attention (cuDNN), which is faster than anything that pages. All decisions are made on
-the host from host numbers; nothing waits for the device.
+Long prompts and whole ones of equal length go to cuDNN (`_custom_ops/triton/cudnn.py`), which is
+faster than anything that pages. All decisions are made on the host from host numbers; nothing waits
+for the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm._custom_ops.cache import reshape_and_cache
+from vllm._custom_ops.triton import cudnn
 from vllm.attention.backends.abstract import (
     GATHERED_FIELDS,
     AttentionBackend,
@@ -27,22 +27,20 @@ from vllm.attention.backends.abstract import (
     judge_heads,
     serve_any,
 )
-from vllm.attention.backends.long_prompts import plan_chunks, plan_joined
+from vllm.attention.backends.long_prompts import (
+    plan_chunks,
+    plan_joined,
+    plan_long_rows,
+)
 from vllm.batch import ForwardBatch, LayerCache
 from vllm.types import DType
 
 if TYPE_CHECKING:
-    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows
+    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows, LongRow
 
 OLDEST_CAPABILITY = (8, 0)
 
 _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-_TORCH_DTYPES = (torch.float16, torch.bfloat16)
-_TORCH_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-_TORCH_MAX_HEAD_SIZE = 128
-_TORCH_MIN_TOKENS = 1024  # below, launches cost more than what is saved
-_TORCH_TOKEN_STEP = 128
-"""cuDNN builds a plan for each length, which takes longer than a prompt: few lengths are let in."""
 
 
 def judge_device(query: KernelQuery) -> bool | str:
@@ -84,11 +82,13 @@ class TritonPlan:
         prompt_len: the length of each of them if they are whole and equal, else 0.
         chunks: those with few new tokens at a long end, or None.
         joined: what the others see of their sequences, for each (window, bytes of a row).
+        long_rows: the others, if cuDNN is worth its plans for every one of them.
     """
 
     are_prompts_whole: bool
     prompt_len: int
     chunks: ChunkRows | None
+    long_rows: tuple[LongRow, ...]
     joined: dict[tuple[int, int], JoinedRows | None] = dataclasses.field(default_factory=dict)
 
     def join(self, batch: ForwardBatch, window: int, cache: LayerCache) -> JoinedRows | None:
@@ -116,10 +116,12 @@ class TritonBackend(AttentionBackend):
         new_lens, computed = batch.new_lens_cpu[first:], batch.computed_lens_cpu[first:]
         is_whole = bool(new_lens) and not any(computed)
         is_equal = is_whole and min(new_lens) == max(new_lens)
+        chunks = None if is_whole else plan_chunks(batch)
         return TritonPlan(
             are_prompts_whole=is_whole,
             prompt_len=new_lens[0] if is_equal else 0,
-            chunks=None if is_whole else plan_chunks(batch),
+            chunks=chunks,
+            long_rows=plan_long_rows(batch, chunks),
         )
 
     def forward(
@@ -137,15 +139,16 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         """See `AttentionBackend.forward`."""
         store_new_rows(key_THD, value_THD, cache, batch, params, rows_are_cached)
-        if (
-            key_THD is not None
-            and value_THD is not None
+        is_torchs = (
+            (plan.prompt_len > 0 or len(plan.long_rows) > 0)
             and is_plain(params)
-            and _is_torch_faster(query_THD, plan.prompt_len)
-        ):
+            and cudnn.serves_rows(query_THD, key_THD, value_THD)
+        )
+        if is_torchs and cudnn.is_length_served(plan.prompt_len):
+            assert key_THD is not None and value_THD is not None
             attend_decode_rows(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
             prompts = slice(batch.num_decode_rows, None)
-            attend_equal_prompts(
+            cudnn.attend_equal_prompts(
                 out_THD[prompts],
                 query_THD[prompts],
                 key_THD[prompts],
@@ -166,6 +169,7 @@ class TritonBackend(AttentionBackend):
             are_prompts_whole=plan.are_prompts_whole,
             chunks=plan.chunks,
             joined=plan.join(batch, params.window, cache) if has_cached_prompts else None,
+            long_rows=plan.long_rows if is_torchs else (),
         )
 
 
@@ -207,45 +211,6 @@ def is_plain(params: AttentionParams) -> bool:
     """Whether a layer's attention is causal and nothing else."""
     return (
         params.window == params.chunk_tokens == 0 and not params.soft_cap and params.sinks is None
-    )
-
-
-def attend_equal_prompts(
-    out_THD: Tensor,
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    prompt_len: int,
-    scale: float,
-) -> None:
-    """Attend within whole prompts of one length by the fastest kernel that torch has.
-
-    Args:
-        out_THD: [T, H, D], T a multiple of `prompt_len`; overwritten.
-        query_THD: like `out_THD`.
-        key_THD: [T, Hkv, D].
-        value_THD: same.
-        prompt_len: tokens of each prompt.
-        scale: factor of the logits.
-    """
-    query, key, value, out = (
-        x.unflatten(0, (-1, prompt_len)).transpose(1, 2)
-        for x in (query_THD, key_THD, value_THD, out_THD)
-    )
-    with sdpa_kernel(_TORCH_KERNELS, set_priority=True):
-        out.copy_(
-            torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=True
-            )
-        )
-
-
-def _is_torch_faster(query_THD: Tensor, prompt_len: int) -> bool:
-    return (
-        query_THD.dtype in _TORCH_DTYPES
-        and query_THD.shape[2] <= _TORCH_MAX_HEAD_SIZE
-        and prompt_len >= _TORCH_MIN_TOKENS
-        and prompt_len % _TORCH_TOKEN_STEP == 0
     )
 
 

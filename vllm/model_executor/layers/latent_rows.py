@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from vllm._custom_ops.triton.attention_shape import is_tried
 from vllm.attention.backends.long_prompts import MAX_CHUNK_TOKENS, send_lens
 from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.attention.split_batch import split_batch
@@ -56,6 +57,14 @@ class LatentRows:
     expanded: ForwardBatch | None
     keys: JoinedKeys | None
 
+    @property
+    def equal_len(self) -> int:
+        """The length of the expanded rows if they are equal and whole, else 0."""
+        if self.expanded is None or self.keys is not None:
+            return 0
+        lens = set(self.expanded.new_lens_cpu)
+        return lens.pop() if len(lens) == 1 else 0
+
 
 def cut_rows(
     batch: ForwardBatch, state: AttentionState, sizes: LatentSizes, kernel: str | None
@@ -89,7 +98,8 @@ def count_absorbed_rows(batch: ForwardBatch, sizes: LatentSizes) -> int:
     while first > 0:
         new, computed = new_lens[first - 1], computed_lens[first - 1]
         num_keys += new + computed
-        if computed > 0 and (new <= MAX_CHUNK_TOKENS or num_keys > MAX_EXPANDED_KEYS):
+        is_few = new <= MAX_CHUNK_TOKENS or num_keys > MAX_EXPANDED_KEYS
+        if computed > 0 and (is_few or not is_tried("expand")):
             break
         first -= 1
     goes_on = any(computed_lens[first:])

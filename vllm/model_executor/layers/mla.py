@@ -270,6 +270,7 @@ class LatentAttentionBlock(nn.Module):
             batch.max_query_len,
             self._sizes.scale,
             None if keys is None else keys.cu_lens,
+            rows.equal_len,
         )
 
     def _project_query(self, x_TE: Tensor) -> Tensor:
