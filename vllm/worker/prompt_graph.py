@@ -8,6 +8,7 @@ anything else. What a step holds is copied into tensors that stay where they are
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ import torch
 from torch import Tensor
 
 from vllm.batch import ForwardBatch, GroupBatch
+from vllm.logger import init_logger
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cuda_graph import capture_step
+
+logger = init_logger(__name__)
 
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024)
 _FEW_ROWS = 8
@@ -152,9 +156,18 @@ class PromptGraphs:
 
     def capture(self, pool: Any, *, only_largest: bool = False) -> None:
         """Capture the sizes, the largest first: the others find their memory in its pool."""
-        for size in reversed(self.sizes[-1:] if only_largest else self.sizes):
+        started_s = time.perf_counter()
+        sizes = self.sizes[-1:] if only_largest else self.sizes
+        for size in reversed(sizes):
             run = partial(self._run, self._buffers.view(size))
             self._graphs[size] = capture_step(run, pool)
+        logger.info(
+            "Captured %d CUDA graphs of steps with prompts (up to %d tokens, %d rows) in %.2f s",
+            len(sizes),
+            sizes[-1].num_tokens,
+            sizes[-1].num_rows,
+            time.perf_counter() - started_s,
+        )
 
     def find_size(self, batch: ForwardBatch) -> PromptSize | None:
         """Return the smallest captured size that serves a step, or None."""
