@@ -55,19 +55,78 @@ struct alignas(kPackBytes) Pack {
   T item[kSize];
 };
 
+// A pack as the four registers that it takes. Copies of a struct of 16-bit numbers would be split
+// into accesses of two or four bytes.
+template <typename T>
+__device__ __forceinline__ uint4 bits_of(const Pack<T>& pack) {
+  return *reinterpret_cast<const uint4*>(pack.item);
+}
+
+template <typename T>
+__device__ __forceinline__ Pack<T> pack_of(const uint4& bits) {
+  Pack<T> pack;
+  *reinterpret_cast<uint4*>(pack.item) = bits;
+  return pack;
+}
+
+// One store of 16 bytes to global memory; a plain one may be split into four.
+__device__ __forceinline__ void store_bits(void* target, const uint4& bits) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(__cvta_generic_to_global(target)), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                 "r"(bits.w)
+               : "memory");
+}
+
+// The two floats of f(e) for every even e, rounded to T.
+template <typename T, typename F>
+__device__ __forceinline__ Pack<T> map_pairs(const F& f) {
+  Pack<T> result;
+#pragma unroll
+  for (int e = 0; e < Pack<T>::kSize; e += 2) {
+    const float2 y = f(e);
+    if constexpr (sizeof(T) == 2) {
+      *reinterpret_cast<Pair<T>*>(result.item + e) = round_pair<T>(y.x, y.y);
+    } else {
+      result.item[e] = y.x;
+      result.item[e + 1] = y.y;
+    }
+  }
+  return result;
+}
+
+// x * y, rounded once: a product of two 16-bit numbers is exact in float32.
+template <typename T>
+__device__ __forceinline__ Pack<T> multiply_packs(const Pack<T>& x, const Pack<T>& y) {
+  Pack<T> result;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; e += 2) {
+      *reinterpret_cast<Pair<T>*>(result.item + e) =
+          __hmul2(*reinterpret_cast<const Pair<T>*>(x.item + e),
+                  *reinterpret_cast<const Pair<T>*>(y.item + e));
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; ++e) result.item[e] = x.item[e] * y.item[e];
+  }
+  return result;
+}
+
 // Elements begin ... begin + kSize - 1 of a row of n, zeros beyond its end. `is_packed`: every pack
 // of the row lies on 16 bytes and is whole.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* row, int64_t begin, int64_t n,
                                              bool is_packed) {
-  Pack<T> pack{};
   if (is_packed) {
-    if (begin < n) pack = *reinterpret_cast<const Pack<T>*>(row + begin);
-  } else {
+    uint4 bits = make_uint4(0, 0, 0, 0);
+    if (begin < n) bits = *reinterpret_cast<const uint4*>(row + begin);
+    return pack_of<T>(bits);
+  }
+  Pack<T> pack{};
 #pragma unroll
-    for (int e = 0; e < Pack<T>::kSize; ++e) {
-      if (begin + e < n) pack.item[e] = row[begin + e];
-    }
+  for (int e = 0; e < Pack<T>::kSize; ++e) {
+    if (begin + e < n) pack.item[e] = row[begin + e];
   }
   return pack;
 }
@@ -76,7 +135,7 @@ template <typename T>
 __device__ __forceinline__ void store_pack(T* row, int64_t begin, int64_t n, bool is_packed,
                                            const Pack<T>& pack) {
   if (is_packed) {
-    if (begin < n) *reinterpret_cast<Pack<T>*>(row + begin) = pack;
+    if (begin < n) store_bits(row + begin, bits_of(pack));
   } else {
 #pragma unroll
     for (int e = 0; e < Pack<T>::kSize; ++e) {

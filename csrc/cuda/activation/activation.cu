@@ -97,28 +97,15 @@ struct ActivationArgs {
 template <typename T, bool kGated, typename Act>
 __device__ __forceinline__ Pack<T> activate(const Pack<T>& x, const Pack<T>& factor,
                                             const Act& act) {
-  Pack<T> result;
-  if constexpr (sizeof(T) == 2) {
-#pragma unroll
-    for (int e = 0; e < Pack<T>::kSize; e += 2) {
-      Pair<T> y = round_pair<T>(act.template run<T>(to_float(x.item[e])),
-                                act.template run<T>(to_float(x.item[e + 1])));
-      // Rounded once, as a product of float32 would be, which is exact.
-      if constexpr (kGated) y = __hmul2(y, Pair<T>(factor.item[e], factor.item[e + 1]));
-      result.item[e] = y.x;
-      result.item[e + 1] = y.y;
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < Pack<T>::kSize; ++e) {
-      const float y = act.template run<T>(x.item[e]);
-      result.item[e] = kGated ? y * factor.item[e] : y;
-    }
-  }
-  return result;
+  const Pack<T> active = map_pairs<T>([&](int e) {
+    return make_float2(act.template run<T>(to_float(x.item[e])),
+                       act.template run<T>(to_float(x.item[e + 1])));
+  });
+  if constexpr (kGated) return multiply_packs(active, factor);
+  return active;
 }
 
-template <typename T, typename Act, bool kGated, int kPacks>
+template <typename T, typename Act, bool kGated, int kPacks, bool kIsPacked>
 __global__ void activation_kernel(const __grid_constant__ ActivationArgs args, const RowGrid grid,
                                   const Act act) {
   let_next_start();
@@ -132,14 +119,14 @@ __global__ void activation_kernel(const __grid_constant__ ActivationArgs args, c
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int64_t begin = grid.begin_of<T>(p, kPacks);
-    packs[p] = load_pack(x, begin, args.n, args.is_packed);
-    if constexpr (kGated) factors[p] = load_pack(row_of_factor, begin, args.n, args.is_packed);
+    packs[p] = load_pack(x, begin, args.n, kIsPacked);
+    if constexpr (kGated) factors[p] = load_pack(row_of_factor, begin, args.n, kIsPacked);
   }
   T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const Pack<T> result = activate<T, kGated>(packs[p], factors[p], act);
-    store_pack(out, grid.begin_of<T>(p, kPacks), args.n, args.is_packed, result);
+    store_pack(out, grid.begin_of<T>(p, kPacks), args.n, kIsPacked, result);
   }
 }
 
@@ -162,11 +149,12 @@ void run_activation(const char* op, const Act& act, const Tensor& input, Activat
                    (!kGated || is_packed(args.factor, args.factor_rows, args.n, item));
   const LaunchScope scope(input);
   dispatch_float(input.scalar_type(), [&]<typename T>(TypeTag<T>) {
-    dispatch_row_grid(op, args.n, Pack<T>::kSize, args.out_rows.count(),
-                      [&]<int kPacks>(ThreadPacks<kPacks>, const RowGrid& grid) {
-                        launch_overlapping(scope, activation_kernel<T, Act, kGated, kPacks>,
-                                           grid.blocks, grid.threads, args, grid, act);
-                      });
+    dispatch_row_grid(
+        op, args.n, Pack<T>::kSize, args.out_rows.count(), args.is_packed,
+        [&]<int kPacks, bool kIsPacked>(ThreadPacks<kPacks, kIsPacked>, const RowGrid& grid) {
+          launch_overlapping(scope, activation_kernel<T, Act, kGated, kPacks, kIsPacked>,
+                             grid.blocks, grid.threads, args, grid, act);
+        });
   });
   scope.check(op);
 }

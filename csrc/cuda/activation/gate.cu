@@ -17,7 +17,7 @@ struct GateArgs {
 };
 
 // out[t] += sigmoid(gate[t]) * x[t]; the sigmoid and the product are rounded to T.
-template <typename T, int kPacks>
+template <typename T, int kPacks, bool kIsPacked>
 __global__ void add_gated_kernel(const __grid_constant__ GateArgs args, const RowGrid grid) {
   let_next_start();
   await_inputs();
@@ -30,18 +30,19 @@ __global__ void add_gated_kernel(const __grid_constant__ GateArgs args, const Ro
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int64_t begin = grid.begin_of<T>(p, kPacks);
-    added[p] = load_pack(x, begin, args.n, args.is_packed);
-    sums[p] = load_pack(out, begin, args.n, args.is_packed);
+    added[p] = load_pack(x, begin, args.n, kIsPacked);
+    sums[p] = load_pack(out, begin, args.n, kIsPacked);
   }
   const float gate = round_to<T>(1.0f / (1.0f + expf(-logit)));
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-    for (int e = 0; e < Pack<T>::kSize; ++e) {
-      const float product = round_to<T>(gate * to_float(added[p].item[e]));
-      sums[p].item[e] = from_float<T>(to_float(sums[p].item[e]) + product);
-    }
-    store_pack(out, grid.begin_of<T>(p, kPacks), args.n, args.is_packed, sums[p]);
+    sums[p] = map_pairs<T>([&](int e) {
+      const auto add = [&](int i) {
+        return to_float(sums[p].item[i]) + round_to<T>(gate * to_float(added[p].item[i]));
+      };
+      return make_float2(add(e), add(e + 1));
+    });
+    store_pack(out, grid.begin_of<T>(p, kPacks), args.n, kIsPacked, sums[p]);
   }
 }
 
@@ -67,11 +68,12 @@ void add_gated(const Tensor& out, const Tensor& x, const Tensor& gate) {
                    is_packed(args.x, args.x_rows, args.n, item);
   const LaunchScope scope(out);
   dispatch_float(out.scalar_type(), [&]<typename T>(TypeTag<T>) {
-    dispatch_row_grid(kOp, args.n, Pack<T>::kSize, args.out_rows.count(),
-                      [&]<int kPacks>(ThreadPacks<kPacks>, const RowGrid& grid) {
-                        launch_overlapping(scope, add_gated_kernel<T, kPacks>, grid.blocks,
-                                           grid.threads, args, grid);
-                      });
+    dispatch_row_grid(
+        kOp, args.n, Pack<T>::kSize, args.out_rows.count(), args.is_packed,
+        [&]<int kPacks, bool kIsPacked>(ThreadPacks<kPacks, kIsPacked>, const RowGrid& grid) {
+          launch_overlapping(scope, add_gated_kernel<T, kPacks, kIsPacked>, grid.blocks,
+                             grid.threads, args, grid);
+        });
   });
   scope.check(kOp);
 }

@@ -30,7 +30,8 @@ struct RowGrid {
 inline RowGrid row_grid(const char* op, int64_t num_packs, uint32_t rows, int packs) {
   RowGrid grid{.rows = rows, .tiles = 0, .blocks = 0, .threads = {}};
   const int64_t tiles = ceil_div(num_packs, packs * kGridThreads);
-  const int64_t along = ceil_div(num_packs, tiles * packs);
+  int64_t along = ceil_div(num_packs, tiles * packs);
+  if (along > 16) along = ceil_div(along, 32) * 32;  // warps begin on whole lines of memory
   const int64_t rows_of_block = along > kGridThreads / 2 ? 1 : kGridThreads / along;
   const int64_t blocks = tiles * ceil_div(int64_t{rows}, rows_of_block);
   CHECK_ARG(blocks < kMaxRows, op, ": ", rows, " rows of ", num_packs,
@@ -41,19 +42,23 @@ inline RowGrid row_grid(const char* op, int64_t num_packs, uint32_t rows, int pa
   return grid;
 }
 
-template <int kPacks>
+// How a thread reads its packs. Whether they are whole is known when the kernel is compiled: behind
+// a branch, each load would be waited for before the next is sent.
+template <int kPacks, bool kIsPacked>
 struct ThreadPacks {};
 
-// Calls f(ThreadPacks<kPacks>{}, grid): one pack a thread where that spreads the work wider, two
-// where there is enough of it, so that more loads are under way.
+// Calls f(ThreadPacks<kPacks, kIsPacked>{}, grid): one pack a thread where that spreads the work
+// wider, two where there is enough of it, so that more loads are under way.
 template <typename F>
-void dispatch_row_grid(const char* op, int64_t n, int64_t pack_size, uint32_t rows, F&& f) {
+void dispatch_row_grid(const char* op, int64_t n, int64_t pack_size, uint32_t rows, bool is_packed,
+                       F&& f) {
   if (rows == 0 || n == 0) return;
   const int64_t num_packs = ceil_div(n, pack_size);
+  if (!is_packed) return f(ThreadPacks<1, false>{}, row_grid(op, num_packs, rows, 1));
   if (num_packs * rows < kManyPacks) {
-    return f(ThreadPacks<1>{}, row_grid(op, num_packs, rows, 1));
+    return f(ThreadPacks<1, true>{}, row_grid(op, num_packs, rows, 1));
   }
-  f(ThreadPacks<2>{}, row_grid(op, num_packs, rows, 2));
+  f(ThreadPacks<2, true>{}, row_grid(op, num_packs, rows, 2));
 }
 
 }  // namespace vllm::cuda

@@ -16,36 +16,38 @@ __device__ __forceinline__ float sum_of_squares(const Pack<T>& pack, float sum) 
   return sum;
 }
 
-// A weight of the model's type multiplies what was rounded to that type; a float32 weight beside a
-// narrower type multiplies before the rounding (Gemma's 1 + w).
-template <typename T, typename W>
-__device__ __forceinline__ T scale_normed(float x, W weight) {
-  if constexpr (sizeof(W) == sizeof(T)) x = round_to<T>(x);
-  return from_float<T>(x * to_float(weight));
-}
-
 // The weights of one pack of T; a wider weight takes two packs of its own.
 template <typename T, typename W>
 struct WeightPack {
-  W item[Pack<T>::kSize];
+  static constexpr int kParts = Pack<T>::kSize / Pack<W>::kSize;
+  Pack<W> part[kParts];
 
   __device__ __forceinline__ void load(const W* weight, int64_t begin, int64_t n, bool is_packed) {
-    constexpr int kParts = Pack<T>::kSize / Pack<W>::kSize;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const Pack<W> pack = load_pack(weight, begin + part * Pack<W>::kSize, n, is_packed);
-#pragma unroll
-      for (int e = 0; e < Pack<W>::kSize; ++e) item[part * Pack<W>::kSize + e] = pack.item[e];
+    for (int i = 0; i < kParts; ++i) {
+      part[i] = load_pack(weight, begin + i * Pack<W>::kSize, n, is_packed);
     }
+  }
+  __device__ __forceinline__ float at(int e) const {
+    return to_float(part[e / Pack<W>::kSize].item[e % Pack<W>::kSize]);
   }
 };
 
+// A weight of the model's type multiplies what was rounded to that type; a float32 weight beside a
+// narrower type multiplies before the rounding (Gemma's 1 + w).
 template <typename T, typename W>
 __device__ __forceinline__ void scale_pack(Pack<T>& pack, const WeightPack<T, W>& weight,
                                            float scale) {
-#pragma unroll
-  for (int e = 0; e < Pack<T>::kSize; ++e) {
-    pack.item[e] = scale_normed<T, W>(to_float(pack.item[e]) * scale, weight.item[e]);
+  if constexpr (sizeof(W) == sizeof(T)) {
+    const Pack<T> normed = map_pairs<T>([&](int e) {
+      return make_float2(to_float(pack.item[e]) * scale, to_float(pack.item[e + 1]) * scale);
+    });
+    pack = multiply_packs(normed, weight.part[0]);
+  } else {
+    pack = map_pairs<T>([&](int e) {
+      return make_float2(to_float(pack.item[e]) * scale * weight.at(e),
+                         to_float(pack.item[e + 1]) * scale * weight.at(e + 1));
+    });
   }
 }
 

@@ -23,7 +23,7 @@ struct NormArgs {
   bool is_packed;  // rows of out, x and residual, and the weight
 };
 
-template <typename T, typename W, int kPacks>
+template <typename T, typename W, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     norm_short_rows_kernel(const __grid_constant__ NormArgs args, const int lanes) {
   let_next_start();
@@ -31,27 +31,26 @@ __global__ void __launch_bounds__(kGroupThreads)
   WeightPack<T, W> weights[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    weights[p].load(static_cast<const W*>(args.weight), group.begin_of<T>(p), args.n,
-                    args.is_packed);
+    weights[p].load(static_cast<const W*>(args.weight), group.begin_of<T>(p), args.n, kIsPacked);
   }
   await_inputs();
   const bool is_live = group.index < args.x_rows.count();
   Pack<T> packs[kPacks] = {};
   if (is_live) {
     const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(group.index);
-    load_lanes(packs, x, args.n, args.is_packed, group);
+    load_lanes(packs, x, args.n, kIsPacked, group);
   }
   if (is_live && args.residual != nullptr) {
     T* residual = static_cast<T*>(args.residual) + args.residual_rows.offset(group.index);
     Pack<T> old[kPacks];
-    load_lanes(old, residual, args.n, args.is_packed, group);
+    load_lanes(old, residual, args.n, kIsPacked, group);
     add_row(packs, old);
-    store_lanes(packs, residual, args.n, args.is_packed, group);
+    store_lanes(packs, residual, args.n, kIsPacked, group);
   }
   norm_lanes(packs, weights, lanes, is_live, args.n, args.epsilon);
   if (!is_live) return;
   T* out = static_cast<T*>(args.out) + args.out_rows.offset(group.index);
-  store_lanes(packs, out, args.n, args.is_packed, group);
+  store_lanes(packs, out, args.n, kIsPacked, group);
 }
 
 // Weights are loaded before the row where rows are few; where they are many, other blocks hide it.
@@ -87,7 +86,9 @@ void launch_norm(const char* op, const NormArgs& args, const LaunchScope& scope)
   if (args.n <= max_lane_row<T>(kMaxLanePacks)) {
     return dispatch_lane_packs<T>(op, args.n, [&]<int kPacks>(LanePacks<T, kPacks>) {
       const int lanes = lanes_of<T>(args.n);
-      launch_overlapping(scope, norm_short_rows_kernel<T, W, kPacks>,
+      launch_overlapping(scope,
+                         args.is_packed ? norm_short_rows_kernel<T, W, kPacks, true>
+                                        : norm_short_rows_kernel<T, W, kPacks, false>,
                          group_blocks(op, count, lanes), kGroupThreads, args, lanes);
     });
   }

@@ -53,10 +53,10 @@ template <typename T, int kPacks>
 __device__ __forceinline__ void add_row(Pack<T> (&packs)[kPacks], const Pack<T> (&added)[kPacks]) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-    for (int e = 0; e < Pack<T>::kSize; ++e) {
-      packs[p].item[e] = from_float<T>(to_float(packs[p].item[e]) + to_float(added[p].item[e]));
-    }
+    packs[p] = map_pairs<T>([&](int e) {
+      return make_float2(to_float(packs[p].item[e]) + to_float(added[p].item[e]),
+                         to_float(packs[p].item[e + 1]) + to_float(added[p].item[e + 1]));
+    });
   }
 }
 

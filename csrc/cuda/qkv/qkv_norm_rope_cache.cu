@@ -34,18 +34,18 @@ struct QkvArgs {
 template <typename T, typename W, int kPacks>
 __device__ __forceinline__ void load_head_weight(WeightPack<T, W> (&weights)[kPacks],
                                                  const void* weight, const LaneGroup& group,
-                                                 const QkvArgs& args) {
+                                                 bool is_packed, const QkvArgs& args) {
   if (weight == nullptr) return;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), args.head_size,
-                    args.is_packed);
+    weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), args.head_size, is_packed);
   }
 }
 
 // What a group of lanes knows of its token.
 template <typename T, typename W, int kPacks>
 struct TokenPart {
+  bool is_packed, is_cache_packed;  // as in QkvArgs
   int2 slot;
   RopeTurn turn;
   Angles<T, kPacks> angles;
@@ -65,61 +65,62 @@ __device__ __forceinline__ void finish_head(Pack<T> (&packs)[kPacks], uint32_t h
     const bool is_normed = (is_query ? args.q_weight : args.k_weight) != nullptr;
     WeightPack<T, W> weights[kPacks];  // chosen by value: an address would push both to memory
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kPacks; ++p) weights[p] = part.q_weights[p];
+    if (!is_query) {
 #pragma unroll
-      for (int e = 0; e < Pack<T>::kSize; ++e) {
-        weights[p].item[e] = is_query ? part.q_weights[p].item[e] : part.k_weights[p].item[e];
-      }
+      for (int p = 0; p < kPacks; ++p) weights[p] = part.k_weights[p];
     }
     norm_lanes(packs, weights, args.lanes, is_changed && is_normed, args.head_size, args.epsilon);
   }
   if (part.turn.rot_dim > 0) {
     turn_lanes(packs, group.lane, args.lanes, is_changed, part.turn, part.angles, exchange);
   }
-  if (is_changed) store_lanes(packs, row, args.head_size, args.is_packed, group);
+  if (is_changed) store_lanes(packs, row, args.head_size, part.is_packed, group);
   if (!is_live || is_query || part.slot.x < 0) return;
   const uint32_t first = is_value ? args.num_heads + args.num_kv_heads : args.num_heads;
   T* target = is_value ? args.value_cache.row<T>(part.slot, head - first)
                        : args.key_cache.row<T>(part.slot, head - first);
-  store_lanes(packs, target, args.head_size, args.is_cache_packed, group);
+  store_lanes(packs, target, args.head_size, part.is_cache_packed, group);
 }
 
 // A group of lanes serves kHeads heads of one token, whose angles it reads once: query heads come
-// first, then key heads, then value heads.
-template <typename T, typename W, int kPacks, int kHeads>
+// first, then key heads, then value heads. kIsPacked: all is whole packs, and pairs lie half a
+// turning part apart; behind a branch, the load of a head would be waited for before the next is
+// sent.
+template <typename T, typename W, int kPacks, int kHeads, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     qkv_norm_rope_cache_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
   let_next_start();
   const LaneGroup group(args.lanes);
   TokenPart<T, W, kPacks> part;
+  part.is_packed = kIsPacked || args.is_packed;
+  part.is_cache_packed = kIsPacked || args.is_cache_packed;
   part.slot = make_int2(-1, 0);
   part.turn = {.cos_sin = nullptr,
                .rot_dim = args.table.rot_dim,
-               .is_neox = args.table.is_neox,
-               .is_packed = args.is_table_packed};
-  load_head_weight(part.q_weights, args.q_weight, group, args);
-  load_head_weight(part.k_weights, args.k_weight, group, args);
+               .is_neox = kIsPacked || args.table.is_neox,
+               .is_packed = kIsPacked || args.is_table_packed};
+  load_head_weight(part.q_weights, args.q_weight, group, part.is_packed, args);
+  load_head_weight(part.k_weights, args.k_weight, group, part.is_packed, args);
   const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
-  const uint32_t token = group.index / args.groups_of_token;
+  const bool is_live = group.index / args.groups_of_token < args.tokens;
+  // Groups beyond the last token, and heads beyond the last, read what there is and store nothing.
+  const uint32_t token = min(group.index / args.groups_of_token, args.tokens - 1);
   const uint32_t first = group.index % args.groups_of_token;
-  const bool is_live = token < args.tokens;
   T* rows = static_cast<T*>(args.qkv) + token * args.token_stride;
-  Pack<T> packs[kHeads][kPacks] = {};
+  Pack<T> packs[kHeads][kPacks];
   await_inputs();
-  if (is_live) {
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const uint32_t head = first + i * args.groups_of_token;
-      if (head >= num_heads) continue;
-      load_lanes(packs[i], rows + int64_t{head} * args.head_size, args.head_size, args.is_packed,
-                 group);
-    }
-    part.slot = args.slots[token];
-    if (part.turn.rot_dim > 0) part.turn.cos_sin = args.table.row(args.positions[token]);
-    if (part.turn.rot_dim > 0 && part.turn.holds()) {
-      part.angles.load(group.lane, args.lanes, part.turn);
-    }
+  for (int i = 0; i < kHeads; ++i) {
+    const uint32_t head = min(first + i * args.groups_of_token, num_heads - 1);
+    load_lanes(packs[i], rows + int64_t{head} * args.head_size, args.head_size, part.is_packed,
+               group);
+  }
+  part.slot = args.slots[token];
+  if (part.turn.rot_dim > 0) part.turn.cos_sin = args.table.row(args.positions[token]);
+  if (part.turn.rot_dim > 0 && part.turn.holds()) {
+    part.angles.load(group.lane, args.lanes, part.turn);
   }
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -129,15 +130,15 @@ __global__ void __launch_bounds__(kGroupThreads)
   }
 }
 
-template <typename T, typename W, int kPacks, int kHeads>
+template <typename T, typename W, int kPacks, int kHeads, bool kIsPacked>
 void launch_heads(QkvArgs args, const LaunchScope& scope) {
   const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
   args.lanes = lanes_of<T>(args.head_size);
   args.groups_of_token = ceil_div(num_heads, kHeads);
   const unsigned blocks =
       group_blocks(kOp, int64_t{args.tokens} * args.groups_of_token, args.lanes);
-  launch_overlapping(scope, qkv_norm_rope_cache_kernel<T, W, kPacks, kHeads>, blocks, kGroupThreads,
-                     args);
+  launch_overlapping(scope, qkv_norm_rope_cache_kernel<T, W, kPacks, kHeads, kIsPacked>, blocks,
+                     kGroupThreads, args);
 }
 
 // A group serves several heads where there are more than run at once.
@@ -146,10 +147,14 @@ void launch_qkv(const QkvArgs& args, const LaunchScope& scope) {
   constexpr int64_t kManyPacks = int64_t{1} << 20;
   const int64_t num_packs = int64_t{args.tokens} * (args.num_heads + 2 * args.num_kv_heads) *
                             ceil_div(args.head_size, Pack<T>::kSize);
-  if constexpr (kPacks == 1) {
-    if (num_packs >= kManyPacks) return launch_heads<T, W, kPacks, 4>(args, scope);
+  const bool turns_packed = args.table.rot_dim == 0 || (args.table.is_neox && args.is_table_packed);
+  if (!args.is_packed || !args.is_cache_packed || !turns_packed) {
+    return launch_heads<T, W, kPacks, 1, false>(args, scope);
   }
-  launch_heads<T, W, kPacks, 1>(args, scope);
+  if constexpr (kPacks == 1) {
+    if (num_packs >= kManyPacks) return launch_heads<T, W, kPacks, 4, true>(args, scope);
+  }
+  launch_heads<T, W, kPacks, 1, true>(args, scope);
 }
 
 const void* norm_weight(const char* name, const std::optional<Tensor>& weight, const Tensor& qkv,

@@ -29,14 +29,13 @@ __device__ __forceinline__ float turn_second(float a, float b, float cos, float 
 
 template <typename T>
 __device__ __forceinline__ Pack<T> shuffle_pack(const Pack<T>& pack, int lane, int lanes) {
-  Pack<T> result;
-  const uint4 from = *reinterpret_cast<const uint4*>(&pack);
-  uint4& to = *reinterpret_cast<uint4*>(&result);
+  const uint4 from = bits_of(pack);
+  uint4 to;
   to.x = __shfl_sync(0xffffffffu, from.x, lane, lanes);
   to.y = __shfl_sync(0xffffffffu, from.y, lane, lanes);
   to.z = __shfl_sync(0xffffffffu, from.z, lane, lanes);
   to.w = __shfl_sync(0xffffffffu, from.w, lane, lanes);
-  return result;
+  return pack_of<T>(to);
 }
 
 // Cosines and sines of a lane's packs, where halves are whole packs and pairs lie half apart.
@@ -85,13 +84,14 @@ __device__ __forceinline__ void turn_halves_packed(Pack<T> (&packs)[kPacks], int
     }
     turned[p] = packs[p];
     if (!is_live || begin >= rot_dim) continue;
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) {
-      const float own = to_float(packs[p].item[e]), far = to_float(other.item[e]);
-      const float cos = angles.cos[p][e], sin = angles.sin[p][e];
-      turned[p].item[e] = from_float<T>(is_first ? turn_first(own, far, cos, sin)
-                                                 : turn_second(far, own, cos, sin));
-    }
+    turned[p] = map_pairs<T>([&](int e) {
+      const auto turn = [&](int i) {
+        const float own = to_float(packs[p].item[i]), far = to_float(other.item[i]);
+        const float cos = angles.cos[p][i], sin = angles.sin[p][i];
+        return is_first ? turn_first(own, far, cos, sin) : turn_second(far, own, cos, sin);
+      };
+      return make_float2(turn(e), turn(e + 1));
+    });
   }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) packs[p] = turned[p];

@@ -27,7 +27,8 @@ struct RopeArgs {
   bool is_table_packed;  // see RopeTurn
 };
 
-template <typename T, int kPacks>
+// kIsPacked: all is whole packs, and pairs lie half a turning part apart.
+template <typename T, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     rope_kernel(const __grid_constant__ RopeArgs args) {
   let_next_start();
@@ -45,16 +46,17 @@ __global__ void __launch_bounds__(kGroupThreads)
   Angles<T, kPacks> angles;
   RopeTurn turn{.cos_sin = nullptr,
                 .rot_dim = n,
-                .is_neox = args.table.is_neox,
-                .is_packed = args.is_table_packed};
+                .is_neox = kIsPacked || args.table.is_neox,
+                .is_packed = kIsPacked || args.is_table_packed};
+  const bool is_packed = kIsPacked || args.is_packed;
   if (is_live) {
     turn.cos_sin = args.table.row(args.positions[token]);
     if (turn.holds()) angles.load(group.lane, args.lanes, turn);
-    load_lanes(packs, row, n, args.is_packed, group);
+    load_lanes(packs, row, n, is_packed, group);
   }
   turn_lanes(packs, group.lane, args.lanes, is_live, turn, angles,
              group.share<T>(exchange, kPacks));
-  if (is_live) store_lanes(packs, row, n, args.is_packed, group);
+  if (is_live) store_lanes(packs, row, n, is_packed, group);
 }
 
 // [T, heads * head_size] or [T, heads, head_size], tokens and heads at any stride.
@@ -109,8 +111,10 @@ void rotary_embedding_op(const Tensor& positions, const Tensor& query, const Ten
   dispatch_lanes(
       kOp, query.scalar_type(), rot_dim, [&]<typename T, int kPacks>(LanePacks<T, kPacks>) {
         args.lanes = lanes_of<T>(rot_dim);
-        launch_overlapping(scope, rope_kernel<T, kPacks>, group_blocks(kOp, num_groups, args.lanes),
-                           kGroupThreads, args);
+        const bool is_packed = args.is_packed && args.is_table_packed && is_neox;
+        launch_overlapping(scope,
+                           is_packed ? rope_kernel<T, kPacks, true> : rope_kernel<T, kPacks, false>,
+                           group_blocks(kOp, num_groups, args.lanes), kGroupThreads, args);
       });
   scope.check(kOp);
 }
