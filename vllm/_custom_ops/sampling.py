@@ -17,7 +17,7 @@ def argmax(out_ids: Tensor, logits: Tensor) -> None:
 
     Args:
         out_ids: int64 [S].
-        logits: float32 [S, V], rows at any stride.
+        logits: float32, on CUDA also bfloat16 or float16; [S, V], rows at any stride.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride or dtype.

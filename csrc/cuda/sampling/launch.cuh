@@ -19,11 +19,15 @@ struct Logits {
   int n;
 };
 
+inline void check_vocab(const char* op, const Tensor& t) {
+  CHECK_ARG(t.size(1) > 0 && t.size(1) <= kMaxVocab, op, ": logits has shape ", shape_text(t),
+            ", the vocabulary must have 1 to ", kMaxVocab, " tokens");
+}
+
 inline Logits logits_of(const char* op, const Tensor& t) {
   check_tensor(op, "logits", t, 2);
   check_dtype(op, "logits", t, ScalarType::Float);
-  CHECK_ARG(t.size(1) > 0 && t.size(1) <= kMaxVocab, op, ": logits has shape ", shape_text(t),
-            ", the vocabulary must have 1 to ", kMaxVocab, " tokens");
+  check_vocab(op, t);
   return Logits{.data = static_cast<float*>(t.data_ptr()),
                 .rows = t.size(0),
                 .stride = t.stride(0),

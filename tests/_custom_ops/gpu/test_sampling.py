@@ -61,6 +61,23 @@ def to_gpu(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [t.cuda() for t in tensors]
 
 
+@pytest.mark.parametrize(("rows", "vocab"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "ties", "odd"])
+def test_narrow_logits_give_the_tokens_of_wide_ones(
+    rows: int, vocab: int, dtype: torch.dtype, kind: str
+) -> None:
+    logits = make_logits(rows, vocab, 4.0, kind).cuda().to(dtype)
+    found, expected = (torch.full((rows,), -1).cuda() for _ in range(2))
+    sampling.argmax(found, logits)
+    sampling.argmax(expected, logits.float())
+    assert torch.equal(found, expected)
+    found_possible, possible = torch.empty_like(found), torch.empty_like(found)
+    sampling.keep_possible(found_possible, found, logits)
+    sampling.keep_possible(possible, found, logits.float())
+    assert torch.equal(found_possible, possible)
+
+
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (300, 20_000)])
 def test_impossible_tokens_are_dropped(rows: int, vocab: int) -> None:
     logits = make_logits(rows, vocab, 1.0, "plain").cuda()

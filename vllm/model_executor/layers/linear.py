@@ -76,7 +76,12 @@ class Linear(PackedModule):
         self.weight = None
 
     def multiply(
-        self, x_TK: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None
+        self,
+        x_TK: Tensor,
+        bias: Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        may_stay: bool = False,
     ) -> Tensor:
         """Return x W^T + bias, [T, N].
 
@@ -85,6 +90,7 @@ class Linear(PackedModule):
             bias: [N] or None.
             out_dtype: element type of the result; None is that of `x`. Values are rounded to that
                 of `x` in any case.
+            may_stay: let the result have the type of `x` where another would take a pass over it.
         """
         dtype = out_dtype or x_TK.dtype
         if self.packed is None:
@@ -93,7 +99,8 @@ class Linear(PackedModule):
                 out_TN = x_TK.new_empty(x_TK.shape[0], self.output_size, dtype=dtype)
                 linear_ops.skinny_linear(out_TN, x_TK, self.weight, bias)
                 return out_TN
-            return F.linear(x_TK, self.weight, bias).to(dtype)
+            out_TN = F.linear(x_TK, self.weight, bias)
+            return out_TN if may_stay and out_TN.is_cuda else out_TN.to(dtype)
         out_TN = linear_ops.empty_output(x_TK.shape[0], self.output_size, dtype)
         linear_ops.linear(out_TN, x_TK, self.packed, bias)
         return out_TN

@@ -33,8 +33,12 @@ class LogitsProcessor(nn.Module):
         self._tp = tp
 
     def forward(self, head: VocabMatrix, hidden_LE: Tensor) -> Tensor:
-        """Return float32 [L, vocab_size] on every rank."""
-        own_LV = head.multiply(hidden_LE, None, out_dtype=torch.float32)
+        """Return [L, vocab_size] on every rank: float32, or on a GPU the type of `hidden`.
+
+        Values are rounded to the latter before scale and cap in any case.
+        """
+        is_plain = not self.soft_cap and self.scale == 1.0
+        own_LV = head.multiply(hidden_LE, None, out_dtype=torch.float32, may_stay=is_plain)
         logits_LV = self._tp.all_gather(own_LV, dim=-1)[:, : self.vocab_size]
         if self.soft_cap:
             activation_ops.soft_cap(logits_LV, self.scale, self.soft_cap)

@@ -148,13 +148,17 @@ class Sampler:
         Only users' logits processors can make the host wait.
 
         Args:
-            logits_SV: float32 [S, V], one row for each request; changed in place.
+            logits_SV: float32, on a GPU also bfloat16 or float16; [S, V], one row for each request;
+                may be changed in place.
             requests: what is wanted of each row.
         """
         errors: dict[int, str] = {}
-        if not all(request.is_plain for request in requests):
-            errors = _change_logits(logits_SV, requests)
+        is_plain = all(request.is_plain for request in requests)
         columns = self._columns.get(requests, logits_SV.device)
+        if not is_plain or columns.parameters is not None or columns.wanted:
+            logits_SV = logits_SV.float()  # the most likely token is found without
+        if not is_plain:
+            errors = _change_logits(logits_SV, requests)
         if columns.rows is not None:
             logits_SV = logits_SV[columns.rows]
         ids = _draw(logits_SV, columns)

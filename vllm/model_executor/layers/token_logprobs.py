@@ -24,10 +24,11 @@ def launch_logprobs(
     """Return log-softmax values, ids and ranks as `topk_logprobs` writes them.
 
     Args:
-        logits_SV: float32 [S, V]; not changed.
+        logits_SV: [S, V]; not changed.
         chosen_ids: int64 [S].
         num_logprobs: how many of the most likely tokens each row wants, 0 or more.
     """
+    logits_SV = logits_SV.float()
     size, vocab = logits_SV.shape
     k = min(max(num_logprobs), vocab)
     device = logits_SV.device

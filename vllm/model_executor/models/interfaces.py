@@ -53,5 +53,8 @@ class TextModel(Protocol):
         ...
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """Return float32 logits over the whole vocabulary, [L, vocab_size], on every rank."""
+        """Return logits over the whole vocabulary, [L, vocab_size], on every rank.
+
+        They are float32, or on a GPU of the model's element type.
+        """
         ...
