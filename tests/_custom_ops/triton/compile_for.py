@@ -1,0 +1,235 @@
+"""Compiles the kernels of known models for a GPU that is not there; run as a process of its own.
+
+    python -m tests._custom_ops.triton.compile_for 80        # or 90; [--shared BYTES] [CASE ...]
+
+Calls the ops with tensors of the CPU while a stand-in for Triton's driver launches nothing: sizes
+that a compiled kernel depends on (heads, experts, states, element types) are those of the models,
+the others are small. Prints a JSON line for each kernel: its name, shared memory, registers and
+bytes spilled a thread. Triton itself refuses what does not fit the multiprocessor's shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tests._custom_ops.triton.stand_in import Driver
+from tests._custom_ops.triton.test_attention import Problem, make_args
+from tests.utils.states import make_state_rows
+from vllm._custom_ops.triton import (
+    attention,
+    attention_shape,
+    batch,
+    causal_conv,
+    delta_rule,
+    gated_norm,
+    linear,
+    linear_table,
+    mamba2,
+    moe,
+    moe_grouped,
+)
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+NUM_PROCESSORS = {80: 108, 90: 132}
+BF16 = torch.bfloat16
+
+
+def attend(heads: int, kv_heads: int, size: int, **more: Any) -> None:
+    """Rows of one new token, of few and of many, with cached ones before them and without."""
+    mask = {name: more.pop(name) for name in ("window", "soft_cap", "has_sinks") if name in more}
+    for rows in (((300, 1), (40, 1)), ((0, 200), (0, 40)), ((300, 200), (40, 5))):
+        problem = Problem(
+            rows=rows, heads=heads, kv_heads=kv_heads, head_size=size, dtype=BF16, **more
+        )
+        attention.attend(
+            make_args(problem.arguments(**mask)),
+            num_decode_rows=sum(new == 1 for _, new in rows),
+            max_query_len=max(new for _, new in rows),
+            max_seq_len=32768,
+        )
+
+
+def multiply(n: int, k: int, *, activation: str = "") -> None:
+    """Few rows by a weight, in every form that the table has for them."""
+    weight = torch.zeros(2 * n if activation else n, k, dtype=BF16)
+    for num_rows in (1, 16, 32, 64):
+        if linear_table.is_skinny(num_rows, n, k, is_gated=bool(activation)):
+            out, x = torch.zeros(num_rows, n, dtype=BF16), torch.zeros(num_rows, k, dtype=BF16)
+            if activation:
+                linear.skinny_gated_linear(out, x, weight, None, activation)
+            else:
+                linear.skinny_linear(out, x, weight, None)
+
+
+def mix(experts: int, chosen: int, hidden: int, inner: int, *, num_tokens: int) -> None:
+    """A mixture of experts; few experts stand in for all of them."""
+    x = torch.zeros(num_tokens, hidden, dtype=BF16)
+    first = torch.zeros(experts, 2 * inner, hidden, dtype=BF16)
+    second = torch.zeros(experts, hidden, inner, dtype=BF16)
+    weights = torch.zeros(num_tokens, chosen)
+    ids = torch.zeros(num_tokens, chosen, dtype=torch.int32)
+    moe.fused_experts(torch.zeros_like(x), x, first, second, weights, ids, inner, "silu")
+
+
+def scan_deltas(new_lens: list[int]) -> None:
+    """Qwen3-Next's linear attention."""
+    num_tokens, keys, values = sum(new_lens), 16 * 128, 32 * 128
+    wide = torch.zeros(num_tokens, 2 * keys + values, dtype=BF16)
+    q, k, v = (t.unflatten(-1, (-1, 128)) for t in wide.split((keys, keys, values), -1))
+    g, beta = torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 32)
+    rows = make_state_rows((32, 128, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
+    out = torch.zeros(num_tokens, 32, 128, dtype=BF16)
+    delta_rule.gated_delta_rule(out, q, k, v, g, beta, rows.view, *rows.before, 0.1, True)
+
+
+def scan_mamba(new_lens: list[int]) -> None:
+    """Nemotron-H's Mamba-2."""
+    num_tokens, inner, shared = sum(new_lens), 128 * 64, 8 * 128
+    wide = torch.zeros(num_tokens, inner + 2 * shared + 128, dtype=BF16)
+    x, b, c, dt = wide.split((inner, shared, shared, 128), -1)
+    b, c, x = b.unflatten(-1, (8, 128)), c.unflatten(-1, (8, 128)), x.unflatten(-1, (128, 64))
+    rows = make_state_rows((128, 64, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
+    ones = torch.ones(128)
+    mamba2.mamba2_scan(
+        torch.zeros_like(x), x, dt, -ones, b, c, ones, ones, rows.view, *rows.before, 0.0, 1e30
+    )
+
+
+def convolve(channels: int, new_lens: list[int]) -> None:
+    """Four taps over the channels of a state layer."""
+    rows = make_state_rows((3, channels), BF16, new_lens, [7] * len(new_lens), "cpu")
+    x = torch.zeros(sum(new_lens), channels, dtype=BF16)
+    weight = torch.zeros(4, channels, dtype=BF16).T
+    causal_conv.causal_conv1d(
+        torch.zeros_like(x), x, weight, None, rows.view.transpose(1, 2), *rows.before, True
+    )
+
+
+def norm_gated(size: int, channels: int) -> None:
+    """The norm behind a state layer."""
+    x = torch.zeros(4, channels, dtype=BF16)
+    gated_norm.gated_rms_norm(
+        torch.zeros_like(x), x, x.clone(), torch.ones(size), 1e-6, size, False
+    )
+
+
+def prepare_rows() -> None:
+    """What a decode step begins with."""
+    columns = torch.zeros(3, 4, dtype=torch.int64)
+    ids, positions = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    lens, slots = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    offsets, table = (torch.zeros(4, 2048, dtype=torch.int32) for _ in range(2))
+    batch.prepare_decode_tokens(ids, positions, lens, *columns, positions.clone())
+    batch.prepare_decode_group(offsets, slots, columns[0], positions, table, 16, -1)
+
+
+DECODE, PROMPTS = [1, 1], [300, 90]
+CASES: dict[str, Callable[[], None]] = {
+    "attention, Qwen2": partial(attend, 28, 4, 128),
+    "attention, Gemma 3": partial(attend, 8, 4, 256, window=1024),
+    "attention, Gemma 2": partial(attend, 16, 8, 256, window=4096, soft_cap=50.0),
+    "attention, Qwen3-Next": partial(attend, 16, 2, 256),
+    "attention, gpt-oss": partial(attend, 64, 8, 64, window=128, has_sinks=True),
+    "attention, DeepSeek-V2": partial(attend, 16, 1, 576, has_one_field=True),
+    "products, narrow": partial(multiply, 3584, 3584),
+    "products, wide": partial(multiply, 18560, 4096),
+    "products, silu": partial(multiply, 4096, 2048, activation="silu"),
+    "products, gelu": partial(multiply, 4096, 2048, activation="gelu_tanh"),
+    "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
+    "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
+    "mixture, prompts": partial(mix, 8, 6, 2048, 1408, num_tokens=512),
+    "delta rule, decode": partial(scan_deltas, DECODE),
+    "delta rule, prompts": partial(scan_deltas, PROMPTS),
+    "Mamba-2, decode": partial(scan_mamba, DECODE),
+    "Mamba-2, prompts": partial(scan_mamba, PROMPTS),
+    "convolution, decode": partial(convolve, 8192, DECODE),
+    "convolution, prompts": partial(convolve, 8192, PROMPTS),
+    "gated norm": partial(norm_gated, 128, 4096),
+    "rows of a step": prepare_rows,
+}
+
+
+class Gpu(Driver):
+    """A GPU of one architecture, which notes what would be loaded on it."""
+
+    def __init__(self, arch: int, shared_bytes: int) -> None:
+        self.arch = arch
+        self.shared_bytes = shared_bytes
+        self.utils = self  # type: ignore[assignment]
+
+    def get_current_target(self) -> GPUTarget:
+        """See Triton."""
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_device_capability(self, device: int) -> tuple[int, int]:
+        """See Triton."""
+        return divmod(self.arch, 10)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """See Triton."""
+        return {"max_shared_mem": self.shared_bytes}
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, ...]:
+        """Read what the compiler says of a kernel."""
+        resources = read_resources(cubin)
+        print(json.dumps({"kernel": name, "shared": shared, **resources}), flush=True)
+        return 1, 2, resources["registers"], resources["stack"], 1024
+
+
+def read_resources(cubin: bytes) -> dict[str, int]:
+    """Return registers and bytes of stack of a thread; what is spilled lies on the stack."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    fields = dict(part.split(":", 1) for part in said.split() if part.count(":") == 1)
+    return {"registers": int(fields["REG"]), "stack": int(fields["STACK"])}
+
+
+def play_gpu(arch: int) -> None:
+    """Let the host code choose what it chooses on such a GPU."""
+    is_hopper = arch >= 90
+    for module in (attention_shape, moe_grouped):
+        module._is_hopper = lambda *_: is_hopper  # type: ignore[attr-defined]
+    attention_shape.count_processors = lambda _: NUM_PROCESSORS[arch]  # type: ignore[assignment]
+    linear.count_sms = lambda _: NUM_PROCESSORS[arch]  # type: ignore[assignment]
+
+
+def main() -> int:
+    """Compile everything; say which cases failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("arch", type=int, choices=SHARED_BYTES)
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--shared", type=int, help="bytes of shared memory, not the GPU's own")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    driver.set_active(Gpu(args.arch, args.shared or SHARED_BYTES[args.arch]))
+    play_gpu(args.arch)
+    failed = 0
+    for name in args.cases:
+        try:
+            CASES[name]()
+        except Exception as error:
+            failed += 1
+            print(json.dumps({"case": name, "error": f"{type(error).__name__}: {error}"[:400]}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

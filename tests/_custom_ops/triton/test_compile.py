@@ -1,0 +1,49 @@
+"""Every kernel compiles for an A100 and an H200, fits their memory, and keeps to its registers.
+
+No GPU is needed: a process of its own plays one (`compile_for.py`), since the kernels of this one
+are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[3]
+MOST_STACK = 320
+"""Bytes a thread; a few dozen registers that are spilled around a loop cost little."""
+
+
+def compile_for(arch: int, cache: Path, *more: str) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit status and what was printed."""
+    command = [sys.executable, "-m", "tests._custom_ops.triton.compile_for", str(arch), *more]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_fit(arch: int, tmp_path: Path) -> None:
+    status, lines = compile_for(arch, tmp_path)
+    assert not [line for line in lines if "error" in line]
+    assert status == 0
+    assert len({line["kernel"] for line in lines}) >= 15
+    assert not [line for line in lines if line["stack"] > MOST_STACK]
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    status, lines = compile_for(80, tmp_path, "attention, Qwen2", "--shared", "16384")
+    assert status == 1
+    assert "shared memory" in lines[-1]["error"]
