@@ -11,6 +11,8 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+# Triton imports it late, when the fixture has said that nothing is interpreted: too late for it.
+pytest.importorskip("triton.experimental.gluon")
 
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
