@@ -22,11 +22,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
-from vllm._custom_ops.triton.attention_args import AttentionArgs
+from vllm._custom_ops.triton.attention import attend_long_rows
+from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows, LongRow
 from vllm._custom_ops.triton.attention_decode import decode_attention
+from vllm._custom_ops.triton.attention_join import join_rows
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
 from vllm._custom_ops.triton.attention_shape import Splits, Tile, fit_decode_tile, fit_prefill_tile
-from vllm._custom_ops.triton.cudnn import attend_equal_prompts
+from vllm._custom_ops.triton.cudnn import attend_equal_prompts, pad_row, serves_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "attention_gpu.json"
 BLOCK_TOKENS = 16
@@ -82,8 +84,8 @@ PREFILL_SIZES = {
     256: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3), (64, 64, 4, 2)),
 }
 PROMPTS = ((QWEN, 16, 0, 4096), (QWEN, 4, 2048, 2048), (QWEN, 1, 0, 1024), (QWEN, 32, 0, 200),
-           (QWEN, 16, 0, 512), (GEMMA, 1, 8192, 8192), (WHOLE, 1, 8192, 8192), (WIDE, 1, 0, 8192),
-           (EXPANDED, 1, 0, 8192))  # fmt: skip
+           (QWEN, 16, 0, 512), (QWEN, 1, 8192, 8160), (GEMMA, 1, 8192, 8192),
+           (WHOLE, 1, 8192, 8192), (WIDE, 1, 0, 8192), (EXPANDED, 1, 0, 8192))  # fmt: skip
 SWEPT_PROMPTS = ((QWEN, 16, 0, 512), (QWEN, 1, 0, 8192), (QWEN, 4, 2048, 2048),
                  (GEMMA, 1, 0, 8192), (GEMMA, 1, 8192, 8192), (WHOLE, 1, 8192, 8192),
                  (WIDE, 1, 0, 8192), (WIDE, 16, 0, 512), (EXPANDED, 1, 0, 8192))  # fmt: skip
@@ -220,7 +222,11 @@ def measure_prompts(
         "tflop_per_s": round(flops / ours_us * 1e-6, 1),
         "share_of_product": round(flops / (ours_us * 1e-6) / flops_rate, 3),
     }
-    if computed == 0 and tile is None and not heads.window:
+    if tile is not None:
+        return line
+    if computed > 0:
+        line |= measure_forms(args, num_rows, computed, new, has_window=heads.window > 0)
+    elif not heads.window and serves_rows(args.query, args.fresh_key, args.fresh_value):
         assert args.fresh_key is not None and args.fresh_value is not None
         torch_us = time_calls_us(
             partial(attend_equal_prompts, args.out, args.query, args.fresh_key, args.fresh_value,
@@ -229,6 +235,42 @@ def measure_prompts(
         line["torch_us"] = round(torch_us, 1)
         line["torch_tflop_per_s"] = round(flops / torch_us * 1e-6, 1)
     return line
+
+
+def measure_forms(
+    args: AttentionArgs, num_rows: int, computed: int, new: int, *, has_window: bool
+) -> dict[str, object]:
+    """Time prompts that go on in the forms that `VLLM_TRIED_FORMS` names."""
+    ends = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda")
+    kept = min(computed, args.window - 1) if has_window else computed
+    joined = JoinedRows(
+        cu_key_lens=ends * (kept + new), num_keys=num_rows * (kept + new), max_key_len=kept + new
+    )
+    line: dict[str, object] = {
+        "joined_us": round(
+            time_calls_us(
+                lambda: prefill_attention(join_rows(args, joined, 0, num_rows), 0, num_rows, new, 1)
+            ),
+            1,
+        )
+    }
+    if has_window or not serves_rows(args.query, args.fresh_key, args.fresh_value):
+        return line
+    padded = pad_row(computed, new)
+    rows = [
+        LongRow(
+            row=i,
+            tokens=slice(i * new, (i + 1) * new),
+            padded=padded,
+            joined=JoinedRows(
+                cu_key_lens=(ends > i).int() * (computed + new),
+                num_keys=padded.num_keys,
+                max_key_len=computed + new,
+            ),
+        )
+        for i in range(num_rows)
+    ]
+    return line | {"cudnn_us": round(time_calls_us(lambda: attend_long_rows(args, tuple(rows))), 1)}
 
 
 def list_decode_tiles(heads: Heads) -> Iterator[Tile]:
@@ -252,7 +294,9 @@ def list_splits(heads: Heads, num_rows: int) -> Iterator[Splits | None]:
 def list_prefill_tiles(heads: Heads) -> Iterator[Tile]:
     """Yield tiles that are worth a try."""
     for block_m, block_n, num_warps, num_stages in PREFILL_SIZES[128 << (heads.head_size > 128)]:
-        yield Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+        tile = Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+        yield tile
+        yield replace(tile, copies=True)
 
 
 def run_side_by_side(calls: list[Callable[[], object]]) -> None:

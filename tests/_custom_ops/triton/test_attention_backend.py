@@ -21,6 +21,15 @@ from vllm.attention.backends.table import load_backend
 from vllm.batch import ForwardBatch, GroupBatch, LayerCache
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def place(x: Tensor) -> Tensor:
+    """Bring a tensor where kernels run, with its strides."""
+    if DEVICE == "cpu":
+        return x
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).to(DEVICE)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +54,25 @@ def make_case(
     slots = torch.cat([cache.slots(i, c, c + n) for i, (c, n) in enumerate(rows)])
     new = [n for _, n in rows]
     batch = ForwardBatch(
-        input_ids=torch.zeros(sum(new), dtype=torch.int64),
-        positions=torch.cat([torch.arange(c, c + n) for c, n in rows]),
-        cu_query_lens=cumulative(new),
-        seq_lens=torch.tensor(lens).int(),
+        input_ids=place(torch.zeros(sum(new), dtype=torch.int64)),
+        positions=place(torch.cat([torch.arange(c, c + n) for c, n in rows])),
+        cu_query_lens=place(cumulative(new)),
+        seq_lens=place(torch.tensor(lens).int()),
         logits_rows=torch.zeros(0, dtype=torch.int64),
-        groups=(GroupBatch(block_offsets=cache.block_offsets, slots=slots, block_tokens=16),),
+        groups=(
+            GroupBatch(
+                block_offsets=place(cache.block_offsets), slots=place(slots), block_tokens=16
+            ),
+        ),
         max_query_len=max(new),
         max_seq_len=max(lens),
         num_decode_rows=num_decode_rows,
         new_lens_cpu=tuple(new) if says_lens else (),
         computed_lens_cpu=tuple(c for c, _ in rows) if says_lens else (),
     )
-    fresh = draw(sum(new), HEADS, SIZE), *(draw(sum(new), KV_HEADS, SIZE) for _ in range(2))
-    return LayerCache(group=0, tensors=(cache.key, cache.value)), batch, fresh
+    query, key, value = (place(draw(sum(new), n, SIZE)) for n in (HEADS, KV_HEADS, KV_HEADS))
+    tensors = (place(cache.key), place(cache.value))
+    return LayerCache(group=0, tensors=tensors), batch, (query, key, value)
 
 
 def run(
