@@ -32,7 +32,7 @@ from vllm._custom_ops.triton.attention_tile import (
     step_softmax,
     store_head,
 )
-from vllm._custom_ops.triton.launch import fast_launch
+from vllm._custom_ops.triton.launch import FastKernel, fast_launch
 
 _MIN_TILED_TOKENS = 256
 """Of the longest prompt: below, host time counts, and hardly a tile is seen whole."""
@@ -151,6 +151,7 @@ def _masked_tile(tile, num_before, whole_end, num_sink_tiles, first_tile):
     return tl.where(tile < num_before, left, tile - num_before + whole_end)
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=[
         "window",
@@ -293,9 +294,6 @@ def _prefill_kernel(
     store_head(out_rows, main, tail, total, is_query, MAIN, VALUE_TAIL, VALUE_SIZE)
 
 
-_fast_kernel = fast_launch(_prefill_kernel)
-
-
 def prefill_attention(
     args: AttentionArgs,
     first_row: int,
@@ -325,7 +323,9 @@ def prefill_attention(
     grid = (num_heads, -(-max_query_len // tile.block_m), num_rows)
     is_long = tile.copies and max_query_len >= _MIN_TILED_TOKENS
     tiles = _describe_tiles(args, tile.block_n) if is_long else None
-    kernel = _fast_kernel if tiles is None else _prefill_kernel  # Triton alone reads descriptions
+    kernel = _prefill_kernel
+    if tiles is not None and isinstance(kernel, FastKernel):
+        kernel = kernel.jit  # Triton alone reads descriptions
     kernel[grid](
         *pointers,
         args.cu_query_lens if args.cu_key_lens is None else args.cu_key_lens,
