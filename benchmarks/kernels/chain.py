@@ -1,11 +1,12 @@
 """The kernels of one decoder layer of Qwen2-7B in a decode step, one after the other.
 
-Run by hand on a GPU (`python -m benchmarks.kernels.chain`), half a minute with the compilation. A
-kernel alone says nothing of what it costs between its neighbours: where kernels overlap
-(`vllm/_custom_ops/triton/overlap.py`), a product reads its weight while the norm or the attention
-before it runs. Prints a JSON line for each number of rows and variant: microseconds a layer, in a
-graph of 20 layers with cold weights, and the share of the copy bandwidth that reading the weights
-makes of it. With names, only the variants that begin with one of them are measured.
+Run by hand on a GPU (`VLLM_OVERLAP_KERNELS=1 python -m benchmarks.kernels.chain`), half a minute
+with the compilation; without the variable nothing overlaps. A kernel alone says nothing of what it
+costs between its neighbours: where kernels overlap (`vllm/_custom_ops/triton/overlap.py`), a
+product reads its weight while the norm or the attention before it runs. Prints a JSON line for each
+number of rows and variant: microseconds a layer, in a graph of 20 layers with cold weights, and the
+share of the copy bandwidth that reading the weights makes of it. With names, only the variants that
+begin with one of them are measured.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ A plain table, no tuning at run time. Called by `linear.py` beside it and by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 MAX_ROWS = 64
 """More rows are torch's."""
@@ -16,9 +17,6 @@ MAX_WEIGHT_ELEMENTS = 1 << 30
 """Larger weights are torch's: offsets into a weight are 32-bit numbers."""
 
 _LINE_BYTES = 128
-_FEW = 1024
-_NARROW = 4096
-_WIDE = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,42 +50,67 @@ class SkinnyConfig:
 _UNBOUNDED = 1 << 62
 
 
+class _Better(Enum):
+    OURS = auto()
+    OURS_IF_EARLY = auto()  # torch's is faster alone, but begins only when its inputs are there
+    TORCHS = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
+    """Which products; `k_step` divides their K."""
+
     max_rows: int
     is_gated: bool
     max_outputs: int = _UNBOUNDED
     max_k: int = _UNBOUNDED
+    k_step: int = 1
     config: SkinnyConfig
-    is_faster: bool = True
+    better: _Better = _Better.OURS
+
+    def fits(self, num_rows: int, num_outputs: int, k: int, is_gated: bool) -> bool:
+        return (
+            num_rows <= self.max_rows
+            and is_gated == self.is_gated
+            and num_outputs <= self.max_outputs
+            and k <= self.max_k
+            and k % self.k_step == 0
+        )
 
 
-_VECTOR = SkinnyConfig(block_n=8, block_k=512, num_stages=1, programs_per_sm=7, is_vector=True)
+_VECTOR = SkinnyConfig(block_n=8, block_k=512, num_stages=1, programs_per_sm=8, is_vector=True)
+_LONG_VECTOR = replace(_VECTOR, block_k=1024, programs_per_sm=6)
 _SMALL = SkinnyConfig(block_n=32, block_k=256, num_stages=4, programs_per_sm=3)
 _SPLIT = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2)
 _STREAM = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2, is_swapped=True)
 _STREAM_TWO = replace(_STREAM, programs_per_sm=1)
 _STREAM_64 = SkinnyConfig(block_n=128, block_k=64, num_stages=4, programs_per_sm=2)
 _STREAM_TWO_64 = SkinnyConfig(block_n=64, block_k=64, num_stages=6, programs_per_sm=4)
+_EARLY, _TORCHS = _Better.OURS_IF_EARLY, _Better.TORCHS
 
 _TABLE = (
-    _Row(max_rows=1, is_gated=True, max_outputs=_FEW, config=_VECTOR),
-    _Row(max_rows=32, is_gated=True, max_outputs=_FEW, config=_SMALL),
-    _Row(max_rows=32, is_gated=True, max_outputs=_WIDE, config=_SPLIT),
+    _Row(max_rows=1, is_gated=True, max_outputs=1024, k_step=512, config=_VECTOR),
+    _Row(max_rows=32, is_gated=True, max_outputs=1024, config=_SMALL),
+    _Row(max_rows=32, is_gated=True, max_outputs=4096, config=_SPLIT, better=_EARLY),
+    _Row(max_rows=32, is_gated=True, max_outputs=16384, config=_SPLIT),
     _Row(max_rows=32, is_gated=True, config=_STREAM_TWO),
-    _Row(max_rows=64, is_gated=True, max_outputs=_WIDE, config=_SPLIT, is_faster=False),
+    _Row(max_rows=64, is_gated=True, max_outputs=16384, config=_SPLIT, better=_TORCHS),
     _Row(max_rows=64, is_gated=True, config=_STREAM_TWO_64),
-    _Row(max_rows=1, is_gated=False, max_outputs=_NARROW, max_k=8192, config=_VECTOR),
-    _Row(max_rows=32, is_gated=False, max_outputs=_FEW, config=_SMALL),
-    _Row(max_rows=32, is_gated=False, max_outputs=1 << 15, config=_SPLIT),
+    _Row(max_rows=1, is_gated=False, max_outputs=2048, k_step=1024, config=_LONG_VECTOR),
+    _Row(max_rows=1, is_gated=False, max_outputs=3584, max_k=4096, k_step=512, config=_VECTOR),
+    _Row(max_rows=32, is_gated=False, max_outputs=1024, config=_SMALL),
+    _Row(max_rows=32, is_gated=False, max_outputs=4096, max_k=2560, config=_SPLIT, better=_EARLY),
+    _Row(max_rows=32, is_gated=False, max_outputs=4096, config=_SPLIT),
+    _Row(max_rows=32, is_gated=False, max_outputs=16384, config=_SPLIT, better=_EARLY),
+    _Row(max_rows=32, is_gated=False, max_outputs=32768, config=_SPLIT),
     _Row(max_rows=32, is_gated=False, config=_STREAM),
-    _Row(max_rows=64, is_gated=False, max_outputs=_WIDE, config=_SPLIT, is_faster=False),
-    _Row(max_rows=64, is_gated=False, config=_STREAM_64, is_faster=False),
+    _Row(max_rows=64, is_gated=False, max_outputs=16384, config=_SPLIT, better=_TORCHS),
+    _Row(max_rows=64, is_gated=False, config=_STREAM_64, better=_TORCHS),
 )
-"""The first row that fits counts; where ours is not faster, layers leave the product to torch.
+"""The first row that fits counts; where ours is not better, layers leave the product to torch.
 
 Microseconds on an H200 in bfloat16, cold weights, one product alone in a graph; ours and torch's,
-which has no activation in it, at 1, 16 and 64 rows:
+which has no activation in it (another 2 us), at 1, 16 and 64 rows:
 
     outputs x k                     ours                 torch
     qkv         4608 x 3584       11.8  12.4  16.4     11.1  11.1  11.5
@@ -97,15 +120,17 @@ which has no activation in it, at 1, 16 and 64 rows:
     output    152064 x 3584        243   250   273      259   264   274
     gate_up  2x10240 x 2560       31.0  31.6  36.8     29.0  29.7  28.7
     in         18560 x 4096       40.8  41.5  41.4     42.5  43.1  41.3
-    shared     2x512 x 2048        5.6   6.8  15.9     13.0   6.0   5.9
-    kv_a         576 x 2048        4.2   5.0  12.0      6.1   5.9   6.0
-
-Where torch's are up to a microsecond faster alone, ours are taken for up to 32 rows all the same:
-they begin before their inputs are there (`overlap.py`), torch's do not.
+    out         2048 x 4096        7.5   8.7  13.7      9.5   9.8  10.2
+    o           2560 x 2048        6.2   7.4  11.8      6.4   6.4   6.7
+    shared    2x2816 x 2048       10.8  11.8  18.1      8.4   8.3   9.6
+    shared    2x512  x 2048        5.6   6.8  15.9     13.0   6.0   5.9
+    kv_a         576 x 2048        4.0   5.0  12.0      6.1   5.9   6.0
 """
 
 
-def is_skinny(num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False) -> bool:
+def is_skinny(
+    num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False, begins_early: bool = False
+) -> bool:
     """Whether our kernels, not torch's, multiply `num_rows` rows of k by a weight.
 
     Args:
@@ -113,11 +138,13 @@ def is_skinny(num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False
         num_outputs: elements of a result row, half of the weight's rows if `is_gated`.
         k: elements of an input row.
         is_gated: whether gate and up are joined by an activation.
+        begins_early: whether our kernels may begin before their inputs are there (`overlap.py`).
     """
     num_weights = num_outputs * k * (2 if is_gated else 1)
     if not 0 < num_rows <= MAX_ROWS or num_weights > MAX_WEIGHT_ELEMENTS or k % 8:
         return False
-    return _find_row(num_rows, num_outputs, k, is_gated).is_faster
+    better = _find_row(num_rows, num_outputs, k, is_gated).better
+    return better is _Better.OURS or (begins_early and better is _Better.OURS_IF_EARLY)
 
 
 def choose_config(num_rows: int, num_outputs: int, k: int, *, is_gated: bool) -> SkinnyConfig:
@@ -127,12 +154,7 @@ def choose_config(num_rows: int, num_outputs: int, k: int, *, is_gated: bool) ->
 
 def _find_row(num_rows: int, num_outputs: int, k: int, is_gated: bool) -> _Row:
     for row in _TABLE:
-        if (
-            num_rows <= row.max_rows
-            and is_gated == row.is_gated
-            and num_outputs <= row.max_outputs
-            and k <= row.max_k
-        ):
+        if row.fits(num_rows, num_outputs, k, is_gated):
             return row
     raise AssertionError(f"no row of the table serves {num_rows} rows")
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm import envs
 from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops.triton.linear_table import is_skinny
 from vllm.distributed.parallel_state import TensorParallel
@@ -110,7 +111,13 @@ class Linear(PackedModule):
         if not (x_TK.is_cuda and x_TK.dtype in _SKINNY_DTYPES):
             return False
         num_outputs = self.output_size // 2 if is_gated else self.output_size
-        return is_skinny(x_TK.shape[0], num_outputs, self.input_size, is_gated=is_gated)
+        return is_skinny(
+            x_TK.shape[0],
+            num_outputs,
+            self.input_size,
+            is_gated=is_gated,
+            begins_early=envs.VLLM_OVERLAP_KERNELS,
+        )
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return this rank's outputs, [T, N]."""
