@@ -64,11 +64,14 @@ def attend(heads: int, kv_heads: int, size: int, **more: Any) -> None:
 
 def multiply(n: int, k: int, *, activation: str = "") -> None:
     """Few rows by a weight, in every form that the table has for them."""
-    weight = torch.zeros(2 * n if activation else n, k, dtype=BF16)
+    is_gated = activation in linear.GATED_ACTIVATIONS
+    weight = torch.zeros(2 * n if is_gated else n, k, dtype=BF16)
     for num_rows in (1, 16, 32, 64):
-        if linear_table.is_skinny(num_rows, n, k, is_gated=bool(activation)):
+        if linear_table.is_skinny(num_rows, n, k, is_gated=is_gated, begins_early=True):
             out, x = torch.zeros(num_rows, n, dtype=BF16), torch.zeros(num_rows, k, dtype=BF16)
-            if activation:
+            if activation == linear.RELU2:
+                linear.skinny_relu2_linear(out, x, weight, None)
+            elif activation:
                 linear.skinny_gated_linear(out, x, weight, None, activation)
             else:
                 linear.skinny_linear(out, x, weight, None)
@@ -146,7 +149,12 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, DeepSeek-V2": partial(attend, 16, 1, 576, has_one_field=True),
     "products, narrow": partial(multiply, 3584, 3584),
     "products, wide": partial(multiply, 18560, 4096),
+    "products, few": partial(multiply, 2048, 4096),
+    "products, largest": partial(multiply, 65536, 1024),
+    "products, relu2": partial(multiply, 21504, 4096, activation="relu2"),
     "products, silu": partial(multiply, 4096, 2048, activation="silu"),
+    "products, few, silu": partial(multiply, 512, 2048, activation="silu"),
+    "products, wide, silu": partial(multiply, 18944, 2048, activation="silu"),
     "products, gelu": partial(multiply, 4096, 2048, activation="gelu_tanh"),
     "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
