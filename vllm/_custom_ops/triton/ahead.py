@@ -59,7 +59,6 @@ class _Notes:
 
     def __init__(self) -> None:
         self.missing: set[KernelNote] = set()
-        self._kernel: FastKernel | None = None
         self._seen: set[tuple[FastKernel, Any]] = set()
 
     def take(
@@ -69,14 +68,12 @@ class _Notes:
         if (kernel, key) in self._seen:
             return
         self._seen.add((kernel, key))
-        self._kernel = kernel
         with kernel.compiled_in():
             kernel.jit.run(*args, grid=None, warmup=True, **constants)
 
-    def add(self, *, compile: Mapping[str, Any], **_: Any) -> bool:
+    def add(self, *, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
         """Keep a compilation; a hook of Triton's, which does not compile where it returns True."""
-        assert self._kernel is not None
-        jit = self._kernel.jit
+        jit = fn.jit_function
         source = ASTSource(jit, compile["signature"], compile["constants"], compile["configs"][0])
         data = compile["specialization_data"]
         if not _is_on_disk(source, data):

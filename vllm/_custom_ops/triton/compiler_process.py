@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
+from vllm._custom_ops.triton.table import import_kernels
+
 
 class StandInDriver:
     """Says which GPU the kernels are for."""
@@ -46,6 +48,7 @@ def compile_note(note: dict[str, Any]) -> None:
 def serve(backend: str, arch: int, warp_size: int) -> None:
     """Compile for a GPU what is asked for, until the input ends."""
     driver.set_active(StandInDriver(GPUTarget(backend, arch, warp_size)))
+    import_kernels()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what others print is no reply
     for line in sys.stdin:

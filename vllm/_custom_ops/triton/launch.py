@@ -65,6 +65,20 @@ def divert_launches(notes: LaunchNotes) -> Iterator[None]:
         _notes.pop()
 
 
+_kernels: list[FastKernel] = []
+
+
+def fix_cache_keys() -> None:
+    """Let Triton hash all kernels that there are in one order, before any is compiled.
+
+    Its hash of a function, and so the key of a kernel in the cache on disk, depends on what was
+    hashed before where functions call each other in circles, as some of its own do. Processes that
+    launch in another order would not find each other's kernels.
+    """
+    for kernel in sorted(_kernels, key=lambda kernel: (kernel.jit.module, kernel.jit.__name__)):
+        assert kernel.jit.cache_key
+
+
 class FastKernel:
     """A kernel that is launched as `kernel[grid](...)`.
 
@@ -80,6 +94,7 @@ class FastKernel:
         self.compiled_in = compiled_in
         self._layouts: dict[tuple[type, ...], _Layout] = {}
         self._ready: dict[Any, _Ready] = {}
+        _kernels.append(self)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)

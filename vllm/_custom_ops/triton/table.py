@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -47,10 +48,16 @@ def register_triton_ops() -> None:
         ) from error
     definitions = torch.library.Library(_NAMESPACE, "FRAGMENT")
     kernels = torch.library.Library(_NAMESPACE, "IMPL", "CUDA")
-    for name in MODULES:
-        module = importlib.import_module(f"vllm._custom_ops.triton.{name}")
+    for module in import_kernels():
         for schema in module.SCHEMAS.values():
             definitions.define(schema)
         for op, function in module.OPS.items():
             kernels.impl(op, function)
     _LIBRARIES.extend((definitions, kernels))
+
+
+def import_kernels() -> list[ModuleType]:
+    """Return the modules that hold kernels; nothing of them has been compiled before."""
+    modules = [importlib.import_module(f"vllm._custom_ops.triton.{name}") for name in MODULES]
+    importlib.import_module("vllm._custom_ops.triton.launch").fix_cache_keys()
+    return modules
