@@ -113,23 +113,25 @@ class Watch:
 
 def measure_parts() -> None:
     """Print what single calls cost on this host."""
+    from vllm._custom_ops.batch import prepare_decode_tokens
     from vllm._custom_ops.norm import rms_norm
-    from vllm._custom_ops.state_space import delta_rule_gates
-    from vllm._custom_ops.triton.delta_rule import _gates_kernel
+    from vllm._custom_ops.triton.batch import _tokens_kernel
 
     x = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
     out, weight = torch.empty_like(x), x[0].clone()
-    g, beta = torch.empty(2, 8, 64, device="cuda")
-    bias = torch.zeros(64, device="cuda")
-    arguments = (g, beta, x, x, bias, bias, 8, 64, 64)
+    columns = torch.zeros(3, 8, dtype=torch.int64, device="cuda")
+    ids, positions, last = torch.zeros(3, 8, dtype=torch.int64, device="cuda")
+    lens = torch.zeros(8, dtype=torch.int32, device="cuda")
+    arguments = (ids, positions, lens, *columns, last)
+    launch = {"BLOCK": 128, "OVERLAPS": False, "launch_pdl": False}
     calls: dict[str, Callable[[], Any]] = {
         "empty": lambda: torch.empty(8, 64, device="cuda"),
         "add": lambda: x + x,
         "linear": lambda: torch.nn.functional.linear(x, x),
         "C++ op": lambda: rms_norm(out, x, weight, 1e-6),
-        "Triton op": lambda: delta_rule_gates(g, beta, x, x, bias, bias),
-        "Triton's own launch": lambda: _gates_kernel.jit[(2,)](*arguments, HEADS=64, BLOCK=256),
-        "our launch": lambda: _gates_kernel[(2,)](*arguments, HEADS=64, BLOCK=256),
+        "Triton op": lambda: prepare_decode_tokens(*arguments),
+        "Triton's own launch": lambda: _tokens_kernel.jit[(1,)](*arguments, 8, 1, **launch),
+        "our launch": lambda: _tokens_kernel[(1,)](*arguments, 8, 1, **launch),
         "current device": torch.cuda.current_device,
         "100 additions": lambda: sum(range(100)),
     }

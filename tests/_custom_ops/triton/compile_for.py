@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,12 @@ from triton.runtime.driver import driver
 
 from tests._custom_ops.triton.stand_in import Driver
 from tests._custom_ops.triton.test_attention import Problem, make_args
-from tests.utils.states import make_state_rows
 from vllm._custom_ops.triton import (
     attention,
     attention_shape,
     batch,
-    causal_conv,
-    delta_rule,
-    gated_norm,
     linear,
     linear_table,
-    mamba2,
     moe,
     moe_grouped,
 )
@@ -87,48 +82,6 @@ def mix(experts: int, chosen: int, hidden: int, inner: int, *, num_tokens: int) 
     moe.fused_experts(torch.zeros_like(x), x, first, second, weights, ids, inner, "silu")
 
 
-def scan_deltas(new_lens: list[int]) -> None:
-    """Qwen3-Next's linear attention."""
-    num_tokens, keys, values = sum(new_lens), 16 * 128, 32 * 128
-    wide = torch.zeros(num_tokens, 2 * keys + values, dtype=BF16)
-    q, k, v = (t.unflatten(-1, (-1, 128)) for t in wide.split((keys, keys, values), -1))
-    g, beta = torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 32)
-    rows = make_state_rows((32, 128, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
-    out = torch.zeros(num_tokens, 32, 128, dtype=BF16)
-    delta_rule.gated_delta_rule(out, q, k, v, g, beta, rows.view, *rows.before, 0.1, True)
-
-
-def scan_mamba(new_lens: list[int]) -> None:
-    """Nemotron-H's Mamba-2."""
-    num_tokens, inner, shared = sum(new_lens), 128 * 64, 8 * 128
-    wide = torch.zeros(num_tokens, inner + 2 * shared + 128, dtype=BF16)
-    x, b, c, dt = wide.split((inner, shared, shared, 128), -1)
-    b, c, x = b.unflatten(-1, (8, 128)), c.unflatten(-1, (8, 128)), x.unflatten(-1, (128, 64))
-    rows = make_state_rows((128, 64, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
-    ones = torch.ones(128)
-    mamba2.mamba2_scan(
-        torch.zeros_like(x), x, dt, -ones, b, c, ones, ones, rows.view, *rows.before, 0.0, 1e30
-    )
-
-
-def convolve(channels: int, new_lens: list[int]) -> None:
-    """Four taps over the channels of a state layer."""
-    rows = make_state_rows((3, channels), BF16, new_lens, [7] * len(new_lens), "cpu")
-    x = torch.zeros(sum(new_lens), channels, dtype=BF16)
-    weight = torch.zeros(4, channels, dtype=BF16).T
-    causal_conv.causal_conv1d(
-        torch.zeros_like(x), x, weight, None, rows.view.transpose(1, 2), *rows.before, True
-    )
-
-
-def norm_gated(size: int, channels: int) -> None:
-    """The norm behind a state layer."""
-    x = torch.zeros(4, channels, dtype=BF16)
-    gated_norm.gated_rms_norm(
-        torch.zeros_like(x), x, x.clone(), torch.ones(size), 1e-6, size, False
-    )
-
-
 def prepare_rows() -> None:
     """What a decode step begins with."""
     columns = torch.zeros(3, 4, dtype=torch.int64)
@@ -139,7 +92,6 @@ def prepare_rows() -> None:
     batch.prepare_decode_group(offsets, slots, columns[0], positions, table, 16, -1)
 
 
-DECODE, PROMPTS = [1, 1], [300, 90]
 CASES: dict[str, Callable[[], None]] = {
     "attention, Qwen2": partial(attend, 28, 4, 128),
     "attention, Gemma 3": partial(attend, 8, 4, 256, window=1024),
@@ -159,13 +111,6 @@ CASES: dict[str, Callable[[], None]] = {
     "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
     "mixture, prompts": partial(mix, 8, 6, 2048, 1408, num_tokens=512),
-    "delta rule, decode": partial(scan_deltas, DECODE),
-    "delta rule, prompts": partial(scan_deltas, PROMPTS),
-    "Mamba-2, decode": partial(scan_mamba, DECODE),
-    "Mamba-2, prompts": partial(scan_mamba, PROMPTS),
-    "convolution, decode": partial(convolve, 8192, DECODE),
-    "convolution, prompts": partial(convolve, 8192, PROMPTS),
-    "gated norm": partial(norm_gated, 128, 4096),
     "rows of a step": prepare_rows,
 }
 
@@ -219,11 +164,11 @@ def play_gpu(arch: int) -> None:
     linear.count_sms = lambda _: NUM_PROCESSORS[arch]  # type: ignore[assignment]
 
 
-def main() -> int:
+def main(cases: Mapping[str, Callable[[], None]]) -> int:
     """Compile everything; say which cases failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("arch", type=int, choices=SHARED_BYTES)
-    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("cases", nargs="*", default=list(cases))
     parser.add_argument("--shared", type=int, help="bytes of shared memory, not the GPU's own")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -232,7 +177,7 @@ def main() -> int:
     failed = 0
     for name in args.cases:
         try:
-            CASES[name]()
+            cases[name]()
         except Exception as error:
             failed += 1
             print(json.dumps({"case": name, "error": f"{type(error).__name__}: {error}"[:400]}))
@@ -240,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CASES))

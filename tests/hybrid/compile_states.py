@@ -1,0 +1,74 @@
+"""Compiles the kernels of layers with a state for a GPU that is not there.
+
+python -m tests.hybrid.compile_states 80        # or 90; as tests/_custom_ops/triton/compile_for.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tests._custom_ops.triton.compile_for import BF16, main
+from tests.utils.states import make_state_rows
+from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm, mamba2
+
+DECODE, PROMPTS = [1, 1], [300, 90]
+
+
+def scan_deltas(new_lens: list[int]) -> None:
+    """Qwen3-Next's linear attention."""
+    num_tokens, keys, values = sum(new_lens), 16 * 128, 32 * 128
+    wide = torch.zeros(num_tokens, 2 * keys + values, dtype=BF16)
+    q, k, v = (t.unflatten(-1, (-1, 128)) for t in wide.split((keys, keys, values), -1))
+    g, beta = torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 32)
+    rows = make_state_rows((32, 128, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
+    out = torch.zeros(num_tokens, 32, 128, dtype=BF16)
+    delta_rule.gated_delta_rule(out, q, k, v, g, beta, rows.view, *rows.before, 0.1, True)
+
+
+def scan_mamba(new_lens: list[int]) -> None:
+    """Nemotron-H's Mamba-2."""
+    num_tokens, inner, shared = sum(new_lens), 128 * 64, 8 * 128
+    wide = torch.zeros(num_tokens, inner + 2 * shared + 128, dtype=BF16)
+    x, b, c, dt = wide.split((inner, shared, shared, 128), -1)
+    b, c, x = b.unflatten(-1, (8, 128)), c.unflatten(-1, (8, 128)), x.unflatten(-1, (128, 64))
+    rows = make_state_rows((128, 64, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
+    ones = torch.ones(128)
+    mamba2.mamba2_scan(
+        torch.zeros_like(x), x, dt, -ones, b, c, ones, ones, rows.view, *rows.before, 0.0, 1e30
+    )
+
+
+def convolve(channels: int, new_lens: list[int]) -> None:
+    """Four taps over the channels of a state layer."""
+    rows = make_state_rows((3, channels), BF16, new_lens, [7] * len(new_lens), "cpu")
+    x = torch.zeros(sum(new_lens), channels, dtype=BF16)
+    weight = torch.zeros(4, channels, dtype=BF16).T
+    causal_conv.causal_conv1d(
+        torch.zeros_like(x), x, weight, None, rows.view.transpose(1, 2), *rows.before, True
+    )
+
+
+def norm_gated(size: int, channels: int) -> None:
+    """The norm behind a state layer."""
+    x = torch.zeros(4, channels, dtype=BF16)
+    gated_norm.gated_rms_norm(
+        torch.zeros_like(x), x, x.clone(), torch.ones(size), 1e-6, size, False
+    )
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "delta rule, decode": partial(scan_deltas, DECODE),
+    "delta rule, prompts": partial(scan_deltas, PROMPTS),
+    "Mamba-2, decode": partial(scan_mamba, DECODE),
+    "Mamba-2, prompts": partial(scan_mamba, PROMPTS),
+    "convolution, decode": partial(convolve, 8192, DECODE),
+    "convolution, prompts": partial(convolve, 8192, PROMPTS),
+    "gated norm": partial(norm_gated, 128, 4096),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(CASES))

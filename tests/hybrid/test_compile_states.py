@@ -1,0 +1,18 @@
+"""Kernels of layers with a state compile for an A100 and an H200 and fit them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests._custom_ops.triton.test_compile import check_fits, compile_for
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_fit(arch: int, tmp_path: Path) -> None:
+    found = compile_for(arch, tmp_path, cases="tests.hybrid.compile_states")
+    check_fits(*found, num_kernels=9)
