@@ -78,6 +78,7 @@ def _latent_kernel(
         x = tl.load(places, mask=is_head, other=0.0)
         x = _turn(x, cosine, sine, IS_NEOX).to(turned.dtype.element_ty)
         places = turned + token * turned_token_stride + head[:, None] * turned_head_stride + part
+        tl.debug_barrier()  # warps may share a pair: all have read before one overwrites
         tl.store(places, x, mask=is_head)
         return
     row += token * row_stride
@@ -91,6 +92,7 @@ def _latent_kernel(
     normed = (x.to(raw.dtype).to(tl.float32) * gain.to(tl.float32)).to(raw.dtype)
     end = tl.load(row + LATENT + part)[None, :]
     end = _turn(end, cosine, sine, IS_NEOX).to(raw.dtype)
+    tl.debug_barrier()
     tl.store(row + element, normed, mask=is_in)
     tl.store(row + LATENT + part[None, :], end)
     if unit >= 0:
