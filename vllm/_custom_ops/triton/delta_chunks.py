@@ -28,7 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
-from vllm._custom_ops.triton.state_rows import count_places, find_row, load_row, load_tile
+from vllm._custom_ops.triton.state_rows import (
+    ROW_TABLES,
+    count_places,
+    find_row,
+    load_row,
+    load_tile,
+)
 from vllm._custom_ops.triton.tensor_cores import plain_products
 from vllm._custom_ops.triton.triangle import invert
 from vllm.utils.math import cdiv, next_power
@@ -55,7 +61,10 @@ def _sum_squares(x):
 
 
 @_plain_launch
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_places"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_places"],
+    do_not_specialize_on_alignment=ROW_TABLES,
+)
 def _delta_chunk_kernel(
     by_state,
     by_value,
@@ -173,7 +182,9 @@ def _delta_chunk_kernel(
 
 
 @_plain_launch
-@triton.jit(do_not_specialize=["num_tokens", "num_places"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_places"], do_not_specialize_on_alignment=ROW_TABLES
+)
 def _delta_pass_kernel(
     out,
     by_state,
