@@ -34,7 +34,6 @@ from vllm._custom_ops.triton import (
     linear,
     linear_table,
     moe,
-    moe_grouped,
 )
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -158,8 +157,7 @@ def read_resources(cubin: bytes) -> dict[str, int]:
 def play_gpu(arch: int) -> None:
     """Let the host code choose what it chooses on such a GPU."""
     is_hopper = arch >= 90
-    for module in (attention_shape, moe_grouped):
-        module._is_hopper = lambda *_: is_hopper  # type: ignore[attr-defined]
+    attention_shape._is_hopper = lambda _: is_hopper  # type: ignore[assignment]
     attention_shape.count_processors = lambda _: NUM_PROCESSORS[arch]  # type: ignore[assignment]
     linear.count_sms = lambda _: NUM_PROCESSORS[arch]  # type: ignore[assignment]
 
