@@ -18,6 +18,7 @@ from tests.utils.paged_driver import PagedDriver
 from vllm._custom_ops.naive.attention import prompt_attention
 from vllm._custom_ops.naive.latent import join_latents
 from vllm.batch import AttentionState, ForwardBatch, GroupBatch
+from vllm.cache_spec import Window
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers import latent_rows, mla
 from vllm.model_executor.layers.latent_expansion import LatentExpansion, LatentSizes
@@ -155,3 +156,20 @@ def test_a_step_of_both_kinds_of_rows(
         torch.testing.assert_close(expanded, absorbed, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found[0][2], found[1][2]), "the expanded form rounds otherwise"
     assert bool(joined) == (max_chunk == 4), "a prompt that goes on by more is expanded too"
+
+
+def test_layers_that_see_less_are_never_expanded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a policy of the fork may want it of some layers."""
+    checkpoint = make_checkpoint(test_deepseek_v2.ROW, tmp_path)
+    cls, _ = ModelRegistry.resolve_model_cls(checkpoint.config["architectures"])
+    model = cls(checkpoint.config, dtype=torch.float32, tp=TensorParallel.single())
+    model.load_weights(checkpoint.weights.items())
+    for layer in model.attention_layers().values():
+        layer.limit(Window(tokens=8), "window", None)
+    monkeypatch.setattr(latent_rows, "MIN_EXPANDED_TOKENS", 16)
+    prompt = [(3 * i) % 300 + 3 for i in range(40)]
+    expected = PagedDriver(model).step({0: prompt}, all_logits=True)[0]
+    monkeypatch.setattr(mla, "can_expand", lambda x: True)
+    assert torch.equal(PagedDriver(model).step({0: prompt}, all_logits=True)[0], expected)

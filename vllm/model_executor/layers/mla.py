@@ -68,6 +68,11 @@ class LatentAttention(Attention):
         self.spec = replace(self.spec, fields=(field,))
         self.query = replace(self.query, has_one_field=True)
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether a token sees all before it; the expanded form knows no other masks."""
+        return not (self.params.window or self.params.chunk_tokens)
+
 
 class LatentAttentionBlock(nn.Module):
     """Projections, rotary positions and attention of one layer; a Mixer of `models/blocks.py`.
@@ -132,7 +137,8 @@ class LatentAttentionBlock(nn.Module):
         asked = self.query_up(self._project_query(x_TE))
         asked_THD = asked.unflatten(-1, (-1, sizes.nope + sizes.rope))
         row_T1D = self.latent_down(x_TE).unsqueeze(1)
-        rows = self._cut(batch, attention) if can_expand(x_TE) else None
+        may_expand = can_expand(x_TE) and self.attention.sees_all
+        rows = self._cut(batch, attention) if may_expand else None
         value_THV = asked_THD.new_empty(*asked_THD.shape[:2], sizes.value)
         if rows is None or rows.expanded is None:
             query_THD = asked_THD.new_empty(*asked_THD.shape[:2], sizes.row)
