@@ -1,8 +1,9 @@
 """Doors of the mixture-of-experts ops.
 
-Called by `model_executor/layers/{fused_moe,biased_experts,relu2_experts}.py`. Naive twins:
-`_custom_ops/naive/moe.py`. On a CPU expert weights are packed by `linear.pack_linear_weight` and
-stacked, on a GPU the stacks are plain. The ops check their arguments; nothing here computes.
+Called by `model_executor/layers/`: `fused_moe.py`, `shared_experts.py`, `sigmoid_router.py`,
+`biased_experts.py`, `relu2_experts.py`. Naive twins: `_custom_ops/naive/moe.py`. On a CPU expert
+weights are packed by `linear.pack_linear_weight` and stacked, on a GPU the stacks are plain. The
+ops check their arguments; nothing here computes.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def play_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("make", "num_shared", "has_gate"),
-    [(make_qwen, 1, True), (make_qwen, 1, False), (make_deepseek, 2, False)],
+    [(make_qwen, 1, True), (make_qwen, 2, True), (make_qwen, 1, False), (make_deepseek, 2, False)],
 )
 def test_shared_experts_equal_the_mlp(
     monkeypatch: pytest.MonkeyPatch, make: type, num_shared: int, has_gate: bool

@@ -27,10 +27,17 @@ def hold_shared(experts: FusedMoE, gate_up: Linear, down: Linear) -> None:
     experts.hold_shared(gate_up.weight.data, down.weight.data)
 
 
-def append_gate(router: Linear, gate: Linear) -> None:
-    """Make the gate's output follow those of the router."""
+def append_gate(router: Linear, gate: Linear, num_shared: int) -> None:
+    """Make the gate's output follow those of the router, once for each expert that it weighs.
+
+    Args:
+        router: with a weight that is not packed.
+        gate: one row.
+        num_shared: as how many experts the mixture keeps the MLP; 0 is none, and one gate.
+    """
     assert router.weight is not None and gate.weight is not None
-    rows = torch.cat((router.weight.data, gate.weight.data))
+    gate_RE = gate.weight.data.expand(max(1, num_shared), -1)
+    rows = torch.cat((router.weight.data, gate_RE))
     padding = -rows.shape[0] % _ROW_MULTIPLE
     rows = nn.functional.pad(rows, (0, 0, 0, padding))
     router.weight = nn.Parameter(rows, requires_grad=False)

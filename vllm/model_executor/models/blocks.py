@@ -256,7 +256,7 @@ class MoeBlock(PackedModule):
     def pack(self) -> None:
         """On a GPU make the gate an output of the router, and see FusedMoE.hold_shared."""
         if self.shared_gate is not None and self._is_on_gpu:
-            append_gate(self.router, self.shared_gate)
+            append_gate(self.router, self.shared_gate, self.experts.num_shared)
             self.shared_gate = None
         if self.shared is not None and self.experts.num_shared:
             hold_shared(self.experts, self.shared.gate_up, self.shared.down)
