@@ -25,6 +25,7 @@ from vllm.worker.staging import StagingRing
 
 UNKNOWN_TOKEN = -1
 _NUM_COLUMNS = 3  # of a decode row: place, computed tokens, token
+_NUM_UPLOADS = 9  # arrays of a step that is not one of decode rows, each up to its tokens long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class GpuInputBatch(InputBatch):
         self._max_model_len = max_model_len
         self._decode_sizes = tuple(decode_sizes)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._ring = StagingRing(max(8 * max_num_batched_tokens, 1 << 16), device)
+        self._ring = StagingRing(max(_NUM_UPLOADS * max_num_batched_tokens, 1 << 16), device)
         self._sampled_places: Tensor | None = None
         self._decode = self._make_decode_buffers(max((max_num_seqs, *decode_sizes)))
 

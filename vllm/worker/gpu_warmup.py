@@ -66,12 +66,9 @@ def compile_ahead(
     started_s = time.perf_counter()
     with note_kernels() as notes:
         for new_lens, computed_lens in list_steps(limits):
-            hidden_TE = runner.run_forward(
-                make_step(new_lens, computed_lens, geometries, device=device)
-            )
+            runner.run_forward(make_step(new_lens, computed_lens, geometries, device=device))
         for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
-            hidden_TE = runner.run_decode(num_rows)
-            model.compute_logits(hidden_TE)
+            model.compute_logits(runner.run_decode(num_rows))
     logger.info(
         "%d kernels are to be compiled, which took %.2f s to find out",
         len(notes),
