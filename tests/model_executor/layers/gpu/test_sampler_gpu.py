@@ -115,6 +115,22 @@ def test_samples_masks_and_processors_equal_those_on_a_cpu() -> None:
     assert_same(found["cuda"], found["cpu"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[:2], KINDS], ids=["plain", "logprobs", "all"])
+@pytest.mark.parametrize("num_samples", [1, 3])
+@torch.inference_mode()
+def test_narrow_logits_give_what_wide_ones_give(
+    dtype: torch.dtype, kinds: list[dict[str, object]], num_samples: int
+) -> None:
+    logits = make_logits(len(kinds), 12).cuda().to(dtype)
+    wide = logits.float()
+    found, expected = (
+        Sampler()(values, want([make_state(**kind) for kind in kinds], num_samples=num_samples))
+        for values in (logits, wide)
+    )
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[9], KINDS[11]], ids=str)
 @torch.inference_mode()
 def test_the_same_rows_again_copy_nothing(
