@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vllm import envs
 from vllm._custom_ops import linear as linear_ops
-from vllm._custom_ops.triton.linear_table import is_skinny
+from vllm._custom_ops.triton.linear_table import MAX_ROWS, is_skinny
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import relu2
@@ -108,8 +108,8 @@ class Linear(PackedModule):
 
     def _is_skinny(self, x_TK: Tensor, *, is_gated: bool = False) -> bool:
         """Whether a kernel of ours for few rows multiplies them, not torch."""
-        if not (x_TK.is_cuda and x_TK.dtype in _SKINNY_DTYPES):
-            return False
+        if not (x_TK.is_cuda and x_TK.dtype in _SKINNY_DTYPES) or x_TK.shape[0] > MAX_ROWS:
+            return False  # before the environment is read: nobody captures steps of many rows
         num_outputs = self.output_size // 2 if is_gated else self.output_size
         return is_skinny(
             x_TK.shape[0],
