@@ -77,8 +77,7 @@ __device__ void load_scores(const ChoiceArgs& args, int64_t token, float (&score
   for (int i = 0; i < kPerLane; ++i) scores[i] /= sum;
 }
 
-// Closes all groups but the best ones; lane g ranks group g by the sum of its
-// best experts.
+// Closes all groups but the best ones; lane g ranks group g by the sum of its best experts.
 template <int kPerLane>
 __device__ void close_groups(const ChoiceArgs& args, const float* ranks, int (&keys)[kPerLane]) {
   const int lane = threadIdx.x % 32;
@@ -113,8 +112,7 @@ __device__ float gate_of(const ChoiceArgs& args, int64_t token, int column) {
   return static_cast<float>(static_cast<T>(gate));
 }
 
-// Chooses the k largest one after the other; lane j keeps the j-th. Equal ones
-// go by number.
+// Chooses the k largest one after the other; lane j keeps the j-th. Equal ones go by number.
 template <typename T, int kPerLane>
 __global__ void __launch_bounds__(kWarpsOfBlock * 32) choose_kernel(const ChoiceArgs args) {
   let_next_start();
@@ -275,11 +273,9 @@ void choose_experts(const Tensor& weights, const Tensor& indices, const Tensor& 
 
 VLLM_OPS(_C, m) {
   m.def(
-      "choose_experts(Tensor! weights, Tensor! indices, Tensor logits, Tensor? "
-      "correction, "
+      "choose_experts(Tensor! weights, Tensor! indices, Tensor logits, Tensor? correction, "
       "int num_experts, int num_groups, int num_chosen_groups, int num_shared, "
-      "bool has_shared_gate, bool is_sigmoid, bool renormalize, float epsilon, "
-      "float scale) -> ()");
+      "bool has_shared_gate, bool is_sigmoid, bool renormalize, float epsilon, float scale) -> ()");
 }
 
 VLLM_OPS_IMPL(_C, CUDA, m) { m.impl("choose_experts", TORCH_BOX(&choose_experts)); }
