@@ -46,6 +46,7 @@ from vllm._custom_ops.triton.attention_tile import (
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import KernelError
+from vllm.utils.math import cdiv
 
 _MAX_ARRIVALS = 1 << 16
 
@@ -289,7 +290,7 @@ def _launch(
 ) -> None:
     head_size, device = args.query.shape[2], args.query.device
     main, tail = split_head(head_size)
-    tiles_per_kv_head = -(-max_query_len * args.group // tile.block_m)
+    tiles_per_kv_head = cdiv(max_query_len * args.group, tile.block_m)
     head_tiles = args.num_kv_heads * tiles_per_kv_head
     num_groups = num_rows * head_tiles
     splits = splits or count_splits(

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows
-from vllm._custom_ops.triton.attention_shape import next_power
 from vllm._custom_ops.triton.launch import fast_launch
+from vllm.utils.math import cdiv, next_power
 
 _BLOCK_P = 16
 _MAX_BLOCK_E = 1024
@@ -154,7 +154,7 @@ def launch_join(
     """
     cache, fresh = rows[2], rows[4]
     width = cache.shape[2] * cache.shape[3]
-    _join_kernel[(-(-max_key_len // _BLOCK_P), num_rows)](
+    _join_kernel[(cdiv(max_key_len, _BLOCK_P), num_rows)](
         *rows,
         *places,
         first_row,

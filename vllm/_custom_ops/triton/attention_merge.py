@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
+from vllm.utils.math import cdiv, next_power
 
 _BLOCK = 16
 
@@ -75,7 +76,7 @@ def merge_attention(
     """
     num_tokens, heads, size = out_THV.shape
     num_pairs = num_tokens * heads
-    _merge_kernel[(triton.cdiv(num_pairs, _BLOCK),)](
+    _merge_kernel[(cdiv(num_pairs, _BLOCK),)](
         out_THV,
         first_THV,
         second_THV,
@@ -90,5 +91,5 @@ def merge_attention(
         HEADS=heads,
         SIZE=size,
         BLOCK=_BLOCK,
-        BLOCK_D=triton.next_power_of_2(size),
+        BLOCK_D=next_power(size),
     )

@@ -33,6 +33,7 @@ from vllm._custom_ops.triton.attention_tile import (
     store_head,
 )
 from vllm._custom_ops.triton.launch import FastKernel, fast_launch
+from vllm.utils.math import cdiv
 
 _MIN_TILED_TOKENS = 256
 """Of the longest prompt: below, host time counts, and hardly a tile is seen whole."""
@@ -320,7 +321,7 @@ def prefill_attention(
     )
     pointers, strides = args.launch_arguments(has_value_strides=True)
     window, sink_tokens, chunk_tokens = args.mask()
-    grid = (num_heads, -(-max_query_len // tile.block_m), num_rows)
+    grid = (num_heads, cdiv(max_query_len, tile.block_m), num_rows)
     is_long = tile.copies and max_query_len >= _MIN_TILED_TOKENS
     tiles = _describe_tiles(args, tile.block_n) if is_long else None
     kernel = _prefill_kernel

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm import envs
+from vllm.utils.math import cdiv, next_power
 
 MAX_SPLITS = 64  # a power of two; a fold reads them one after the other
 
@@ -55,11 +56,6 @@ class Splits:
 
     launched: int
     even: int
-
-
-def next_power(count: int) -> int:
-    """Return the least power of two that is not less than `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 def split_head(head_size: int) -> tuple[int, int]:
@@ -146,11 +142,11 @@ def count_splits(num_groups: int, longest_view: int, block_n: int, num_processor
         num_groups: programs without splitting.
         longest_view: most keys that a row sees.
     """
-    most_tiles = -(-longest_view // block_n) + 1  # a window need not begin where a tile does
+    most_tiles = cdiv(longest_view, block_n) + 1  # a window need not begin where a tile does
     limit = min(most_tiles, MAX_SPLITS)
     groups = max(num_groups, 1)
     even = max(1, min(round(_EVEN_PROGRAMS * num_processors / groups), limit))
-    most = min(-(-_MOST_PROGRAMS * num_processors // groups), limit)
+    most = min(cdiv(_MOST_PROGRAMS * num_processors, groups), limit)
     if longest_view <= even * LONG_SPLIT:
         most = even
     return Splits(launched=max(most, even), even=even)

@@ -14,6 +14,7 @@ from vllm._custom_ops.triton.attention_join import launch_join
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import ShapeError
+from vllm.utils.math import cdiv, next_power
 
 _KEYS_BLOCK = 16
 
@@ -147,8 +148,8 @@ def latent_norm_rope_cache(
         HEADS=heads,
         LATENT=latent,
         ROPE=rope,
-        BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_L=triton.next_power_of_2(latent),
+        BLOCK_H=next_power(heads),
+        BLOCK_L=next_power(latent),
         IS_NEOX=is_neox,
         OVERLAPS=is_overlapping,
         launch_pdl=is_overlapping,
@@ -207,7 +208,7 @@ def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) ->
     if num_tokens == 0:
         return
     num_pairs = num_tokens * heads
-    _keys_kernel[(triton.cdiv(num_pairs, _KEYS_BLOCK),)](
+    _keys_kernel[(cdiv(num_pairs, _KEYS_BLOCK),)](
         key_THD,
         made_THX,
         row_TD,
@@ -219,8 +220,8 @@ def latent_keys(key_THD: Tensor, made_THX: Tensor, row_TD: Tensor, rope: int) ->
         NOPE=size - rope,
         ROPE=rope,
         BLOCK=_KEYS_BLOCK,
-        BLOCK_N=triton.next_power_of_2(size - rope),
-        BLOCK_R=triton.next_power_of_2(rope),
+        BLOCK_N=next_power(size - rope),
+        BLOCK_R=next_power(rope),
         num_warps=4,
     )
 
