@@ -266,12 +266,12 @@ def _delta_pass_kernel(
     tl.store(own, state_KV.to(state.dtype.element_ty), mask=in_state)
 
 
-def _choose_pass(most: int, block_k: int, num_heads: int, *, is_wide: bool) -> dict[str, int]:
+def _choose_pass(most: int, block_k: int, num_states: int, *, is_wide: bool) -> dict[str, int]:
     """Return the columns of the state in a program of the second kernel, and how it is launched."""
     if is_wide:
         return {"BLOCK_V": min(most, 16), "STAGES": 1, "num_warps": 4}
     stages = PASS_STAGES if block_k <= 128 else 1  # tiles wait in shared memory
-    if most >= 64 and block_k <= 128 and num_heads * (most // 64) >= MANY_PROGRAMS:
+    if most >= 64 and block_k <= 128 and num_states * (most // 64) >= MANY_PROGRAMS:
         return {"BLOCK_V": 64, "STAGES": stages, "num_warps": 8}
     return {"BLOCK_V": min(most, 32), "STAGES": stages, "num_warps": 8 if most > 16 else 4}
 

@@ -107,9 +107,7 @@ def _mamba_step_kernel(
     if IS_AFTER:
         rate = -tl.exp(rate)
     group = head // SHARE
-    num_steps = (
-        1 if IS_AFTER else end - begin
-    )  # a loop of one turn is none, and takes fewer registers
+    num_steps = 1 if IS_AFTER else end - begin  # a loop of one turn is none and takes less
     for index in range(0, num_steps):
         token = (begin + index).to(tl.int64)
         step = tl.load(dt + token * dt_stride + head)

@@ -2,9 +2,9 @@
 
 Called by `moe.py`. Nothing is read back by the host: tables are as long as the worst routing needs.
 Each group of pairs is counted by a program of its own, the last of them to arrive adds the counts
-up, and where the pairs go follows from the sums. Pairs of one group are placed by an atomic counter
-for each expert: their order may differ from run to run, which changes no result, since a row's
-product does not depend on the rows beside it.
+up, and where the pairs go follows from the sums. Where there is one group, an atomic counter for
+each expert places the pairs: their order may differ from run to run, which changes no result, since
+a row's product does not depend on the rows beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The kernel `triton`: our paged attention on a GPU, split decode and tiled prefill.
 
-Long prompts and whole ones of equal length go to cuDNN (`_custom_ops/triton/cudnn.py`), which is
-faster than anything that pages. All decisions are made on the host from host numbers; nothing waits
-for the device.
+Whole prompts of equal length go to cuDNN (`_custom_ops/triton/cudnn.py`), which is faster than
+anything that pages; other long ones do where that is asked for. All decisions are made on the host
+from host numbers; nothing waits for the device.
 """
 
 from __future__ import annotations
