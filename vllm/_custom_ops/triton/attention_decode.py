@@ -23,7 +23,6 @@ from vllm._custom_ops.triton.attention_shape import (
     LONG_SPLIT,
     Splits,
     Tile,
-    count_processors,
     count_splits,
     fit_chunk_tile,
     fit_decode_tile,
@@ -43,6 +42,7 @@ from vllm._custom_ops.triton.attention_tile import (
     store_zeros,
     tile_positions,
 )
+from vllm._custom_ops.triton.device import count_processors
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.errors import KernelError

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm import envs
+from vllm._custom_ops.triton.device import is_hopper
 from vllm.utils.math import cdiv, next_power
 
 MAX_SPLITS = 64  # a power of two; a fold reads them one after the other
@@ -25,7 +26,6 @@ LONG_SPLIT = 2048
 
 _EVEN_PROGRAMS = 2  # a processor, which is what it holds of them at once
 _MOST_PROGRAMS = 4  # a processor, where rows are long
-_INTERPRETED_PROCESSORS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def fit_decode_tile(
     most_heads = 64 if row_bytes <= 256 else 32
     block_m = min(next_power(max(group, 16)), most_heads)
     if row_bytes > 512 and not (has_one_field and itemsize == 2):
-        num_stages = 1 if row_bytes > 1280 else 3 if _is_hopper(device) else 2
+        num_stages = 1 if row_bytes > 1280 else 3 if is_hopper(device) else 2
         return Tile(block_m=block_m, block_n=16, num_warps=8, num_stages=num_stages)
     if has_few_groups:
         block_n, num_warps = (128, 4) if row_bytes <= 256 else (64, 8)
@@ -120,10 +120,10 @@ def fit_prefill_tile(
         side = 32 if row_bytes <= 512 else 16
         return Tile(block_m=side, block_n=side, num_warps=4, num_stages=1)
     if row_bytes > 512:
-        num_stages = 2 if has_one_field or _is_hopper(device) else 1
-        block_m = 64 if _is_hopper(device) else 32  # sums fill the registers
+        num_stages = 2 if has_one_field or is_hopper(device) else 1
+        block_m = 64 if is_hopper(device) else 32  # sums fill the registers
         return Tile(block_m=block_m, block_n=32, num_warps=8, num_stages=num_stages)
-    if _is_hopper(device):
+    if is_hopper(device):
         block_n, num_stages = (128, 3) if row_bytes <= 128 else (128, 2)
         if row_bytes > 256:
             block_n = 64
@@ -152,18 +152,9 @@ def count_splits(num_groups: int, longest_view: int, block_n: int, num_processor
     return Splits(launched=max(most, even), even=even)
 
 
-@functools.cache
-def count_processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device."""
-    if device.type == "cpu":
-        return _INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def can_copy_tiles(device: torch.device) -> bool:
     """Return whether a device copies whole tiles by itself."""
-    return _is_hopper(device)
+    return is_hopper(device)
 
 
 def is_tried(form: str) -> bool:
@@ -176,8 +167,3 @@ def is_tried(form: str) -> bool:
     """
     forms: str = envs.VLLM_TRIED_FORMS
     return form in forms.split(",")
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm._custom_ops.triton.device import is_hopper
+
 MAX_PLAIN_HEAD_SIZE = 128
 """Larger heads, and values shorter than keys, were measured on an H200 only."""
 
@@ -75,7 +77,7 @@ def can_serve(
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     is_plain = head_size == value_size and head_size <= MAX_PLAIN_HEAD_SIZE
-    if not is_plain and torch.cuda.get_device_capability(device) < (9, 0):
+    if not is_plain and not is_hopper(device):
         return False
     query, key, value = (
         torch.empty(1, MIN_EQUAL_TOKENS, heads, size, device=device, dtype=dtype).transpose(1, 2)

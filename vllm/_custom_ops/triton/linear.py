@@ -8,13 +8,12 @@ their order, so that results do not depend on who is last.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.device import count_processors
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.linear_table import (
     MAX_ROWS,
@@ -170,14 +169,6 @@ def _skinny_kernel(
             )  # fmt: skip
 
 
-@functools.cache
-def count_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors; few where the interpreter plays the GPU."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _can_prefetch(weight: Tensor) -> bool:
     """Return whether rows of a weight start where spans may."""
     row_bytes = weight.shape[1] * weight.element_size()
@@ -205,7 +196,7 @@ def launch_skinny(
     """
     (num_rows, num_outputs), k = out_TN.shape, x_TK.shape[1]
     is_gated = activation in GATED_ACTIVATIONS
-    num_sms, has_overlap = count_sms(x_TK.device), overlaps(x_TK.device)
+    num_sms, has_overlap = count_processors(x_TK.device), overlaps(x_TK.device)
     num_splits, split_blocks = count_splits(config, num_outputs, k, num_sms)
     num_tiles = cdiv(num_outputs, config.block_n)
     ahead = count_ahead(
