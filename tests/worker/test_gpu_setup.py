@@ -38,12 +38,17 @@ def test_graphs_need_kernels_that_never_wait(config: EngineConfig) -> None:
 def test_prompts_are_captured_where_asked_for(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.worker import gpu_setup
     from vllm.worker.gpu_setup import read_limits
 
+    said: list[str] = []
+    monkeypatch.setattr(gpu_setup, "warn_once", lambda _, text: said.append(text))
     assert not read_limits(config, make_layers("triton")).has_prompt_graphs
     monkeypatch.setenv("VLLM_GRAPH_PROMPTS", "1")
     assert read_limits(config, make_layers("triton")).has_prompt_graphs
+    assert not said
     assert not read_limits(config, make_layers("triton", "flashattn")).has_prompt_graphs
+    assert [text for text in said if "VLLM_GRAPH_PROMPTS has no effect" in text]
     assert not read_limits(config, make_layers("torch")).has_prompt_graphs
 
 

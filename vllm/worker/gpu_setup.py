@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.logger import init_logger, warn_once
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms.interface import Platform
+from vllm.utils.tried_forms import list_tried_forms
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_memory import measure_memory
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
@@ -25,7 +26,12 @@ logger = init_logger(__name__)
 
 
 def set_up_device(index: int) -> torch.device:
-    """Make a GPU this process's own and register the ops that run on it."""
+    """Make a GPU this process's own and register the ops that run on it.
+
+    Raises:
+        ConfigError: VLLM_TRIED_FORMS names what there is not.
+    """
+    list_tried_forms()  # now, not in the middle of a step
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     register_triton_ops()
@@ -44,12 +50,20 @@ def read_limits(config: EngineConfig, layers: LayerSetup) -> RunnerLimits:
             "without CUDA graphs, many times slower; name another kernel, or let the engine choose",
         )
     has_graphs = not (config.model_config.enforce_eager or waiting)
+    has_prompt_graphs = has_graphs and set(kernels) <= {"triton"}
+    if envs.VLLM_GRAPH_PROMPTS and not has_prompt_graphs:
+        warn_once(
+            logger,
+            "VLLM_GRAPH_PROMPTS has no effect: steps with prompts are captured where every "
+            "attention layer has the kernel triton and --enforce-eager is not given; this model "
+            f"has {', '.join(kernels)}",
+        )
     return RunnerLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         has_graphs=has_graphs,
-        has_prompt_graphs=envs.VLLM_GRAPH_PROMPTS and has_graphs and set(kernels) <= {"triton"},
+        has_prompt_graphs=envs.VLLM_GRAPH_PROMPTS and has_prompt_graphs,
     )
 
 

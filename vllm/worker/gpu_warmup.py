@@ -22,6 +22,8 @@ from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
 
 logger = init_logger(__name__)
 
+logger = init_logger(__name__)
+
 _OURS = "triton"
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FEWEST_PROMPT_TOKENS = 16
@@ -58,7 +60,12 @@ def compile_ahead(
         limits: what a step may hold.
         device: where steps run.
     """
-    if any(name != _OURS for name in kernels.values()):
+    if others := {name for name in kernels.values() if name != _OURS}:
+        logger.warning(
+            "VLLM_COMPILE_AHEAD has no effect beside attention kernel %s; kernels are compiled as "
+            "their steps come",
+            ", ".join(sorted(others)),
+        )
         return
     # Triton may be absent where this file is imported for the steps.
     from vllm._custom_ops.triton.ahead import compile_kernels, note_kernels  # noqa: PLC0415

@@ -106,7 +106,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param not in ("single", "vector"):
         monkeypatch.setattr(moe, "MAX_SINGLE_BYTES", 0)
     if request.param == "scanned":
-        monkeypatch.setattr(moe, "MAX_SCANNED_PAIRS", moe_scanned.MAX_PAIRS)
+        monkeypatch.setenv("VLLM_TRIED_FORMS", "scanned")
     monkeypatch.setattr(moe_scanned, "_CHUNK_PAIRS", 16)
     tile = moe_tile.Tile(
         block_m=32 if request.param == "halved" else 16,

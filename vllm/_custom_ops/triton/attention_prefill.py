@@ -18,7 +18,6 @@ from vllm._custom_ops.triton.attention_shape import (
     Tile,
     can_copy_tiles,
     fit_prefill_tile,
-    is_tried,
     split_head,
 )
 from vllm._custom_ops.triton.attention_tile import (
@@ -34,6 +33,7 @@ from vllm._custom_ops.triton.attention_tile import (
 )
 from vllm._custom_ops.triton.launch import FastKernel, fast_launch
 from vllm.utils.math import cdiv
+from vllm.utils.tried_forms import is_tried
 
 _MIN_TILED_TOKENS = 256
 """Of the longest prompt: below, host time counts, and hardly a tile is seen whole."""

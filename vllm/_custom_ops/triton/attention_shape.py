@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm import envs
 from vllm._custom_ops.triton.device import is_hopper
 from vllm.utils.math import cdiv, next_power
 
@@ -155,15 +154,3 @@ def count_splits(num_groups: int, longest_view: int, block_n: int, num_processor
 def can_copy_tiles(device: torch.device) -> bool:
     """Return whether a device copies whole tiles by itself."""
     return is_hopper(device)
-
-
-def is_tried(form: str) -> bool:
-    """Return whether a form that has not been measured on a GPU yet is asked for.
-
-    Args:
-        form: "copies" lets the device copy whole tiles of prompts; "join" lays what long prompts
-            see behind each other; "cudnn" pads long prompts for cuDNN; "expand" expands latents of
-            prompts that go on.
-    """
-    forms: str = envs.VLLM_TRIED_FORMS
-    return form in forms.split(",")

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm._custom_ops.triton.moe_grouped import choose_tile, multiply_grouped
 from vllm._custom_ops.triton.moe_product import Product, sum_choices
 from vllm._custom_ops.triton.moe_routing import sort_pairs
-from vllm._custom_ops.triton.moe_scanned import multiply_scanned
+from vllm._custom_ops.triton.moe_scanned import MAX_PAIRS, multiply_scanned
 from vllm._custom_ops.triton.moe_single import (
     Strip,
     choose_strip,
@@ -22,6 +22,7 @@ from vllm._custom_ops.triton.moe_single import (
 )
 from vllm._custom_ops.triton.moe_tile import Tile
 from vllm.errors import ShapeError
+from vllm.utils.tried_forms import is_tried
 
 MAX_SINGLE_BYTES = 64 << 20
 """Pairs are taken one by one as long as their experts' weights are no more.
@@ -29,13 +30,6 @@ MAX_SINGLE_BYTES = 64 << 20
 One by one streams half as fast as in tiles but begins 15 us sooner. Measured on an H200 in
 microseconds, one by one and sorted: 50 MB of one token's experts 21.7 and 25.7, 104 MB 46.3 and
 37.9; of eight tokens 105 and 78, 244 and 143.
-"""
-
-MAX_SCANNED_PAIRS = 0
-"""Up to so many pairs are found by their experts, at most `moe_scanned.MAX_PAIRS`.
-
-That saves the launches of the sort and should be faster from two tokens on; it waits for
-`benchmarks/kernels/moe.py` to say from where on.
 """
 
 MAX_PART_PAIRS = 3 << 15
@@ -132,7 +126,7 @@ def run_part(
         run_single(out, x, inner, outer, topk_weights, topk_ids, choose_strip())
         return
     tile = choose_tile(num_pairs / inner.weight.shape[0])
-    if num_pairs <= MAX_SCANNED_PAIRS:
+    if num_pairs <= MAX_PAIRS and is_tried("scanned"):
         run_scanned(out, x, inner, outer, topk_weights, topk_ids, tile)
         return
     run_grouped(out, x, inner, outer, topk_weights, topk_ids, tile)

@@ -8,17 +8,14 @@ sees is laid behind each other first.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.triton.attention_shape import is_tried
+from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows, LongRow
 from vllm._custom_ops.triton.cudnn import MIN_TOKENS, pad_row
 from vllm.batch import ForwardBatch
-
-if TYPE_CHECKING:
-    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows, LongRow
+from vllm.utils.tried_forms import is_tried
 
 MAX_CHUNK_TOKENS = 128
 MIN_CHUNK_COMPUTED = 512
@@ -32,8 +29,6 @@ MAX_JOINED_BYTES = 1 << 30
 
 def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
     """Return the rows with few new tokens, or None if no row has them at a long end."""
-    from vllm._custom_ops.triton.attention_args import ChunkRows  # noqa: PLC0415
-
     first, new, computed = batch.num_decode_rows, batch.new_lens_cpu, batch.computed_lens_cpu
     rows = [i for i in range(first, len(new)) if new[i] <= MAX_CHUNK_TOKENS]
     if max((computed[i] for i in rows), default=0) < MIN_CHUNK_COMPUTED:
@@ -49,8 +44,6 @@ def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
 
 def plan_long_rows(batch: ForwardBatch, chunks: ChunkRows | None) -> tuple[LongRow, ...]:
     """Return the rows behind decode rows and `chunks` if every one of them is long, else none."""
-    from vllm._custom_ops.triton.attention_args import JoinedRows, LongRow  # noqa: PLC0415
-
     if not is_tried("cudnn"):
         return ()
     least = 0 if chunks is None else chunks.most_tokens
@@ -84,8 +77,6 @@ def plan_joined(
         row_bytes: of K and V of one token.
         chunks: rows that need none.
     """
-    from vllm._custom_ops.triton.attention_args import JoinedRows  # noqa: PLC0415
-
     if not is_tried("join"):
         return None
     least = 0 if chunks is None else chunks.most_tokens

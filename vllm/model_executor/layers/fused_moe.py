@@ -19,12 +19,13 @@ from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops import moe as moe_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
+from vllm.utils.tried_forms import is_tried
 
-MAX_SHARED = 0
-"""An MLP beside the experts becomes at most so many experts on a GPU; larger ones stay alone.
+MAX_SHARED = 4
+"""Where it is tried, an MLP beside the experts becomes at most so many of them on a GPU.
 
-It saves five launches a layer, but takes the products of a prompt from torch's faster ones. Waits
-for a measurement: 4 holds those of Qwen3-Next and DeepSeek-V2.
+It saves five launches a layer, but takes the products of a prompt from torch's faster ones; those
+of Qwen3-Next and DeepSeek-V2 are 1 and 2.
 """
 
 
@@ -71,7 +72,8 @@ class FusedMoE(PackedModule):
         self.renormalize = renormalize
         self._tp = tp
         self.num_shared = 0
-        if shared_size % intermediate_size == 0 and is_built_on_gpu():
+        is_held = is_built_on_gpu() and is_tried("shared")
+        if is_held and shared_size % intermediate_size == 0:
             num_shared = shared_size // intermediate_size
             self.num_shared = num_shared if num_shared <= MAX_SHARED else 0
         count = num_experts + self.num_shared

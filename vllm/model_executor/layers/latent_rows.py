@@ -10,35 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from torch import Tensor
-
-from vllm._custom_ops.triton.attention_shape import is_tried
+from vllm._custom_ops.triton.attention_args import JoinedRows
 from vllm.attention.backends.long_prompts import MAX_CHUNK_TOKENS, send_lens
 from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.attention.split_batch import split_batch
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.model_executor.layers.latent_expansion import LatentSizes
+from vllm.utils.tried_forms import is_tried
 
 MIN_EXPANDED_TOKENS = 256
 """Of the longest prompt of a step, where none goes on; fewer do not pay the launches."""
 
 MAX_EXPANDED_KEYS = 1 << 15
 """Of rows with cached tokens; what is made of a key lies beside the cache for one layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JoinedKeys:
-    """What expanded rows see of their sequences.
-
-    Attributes:
-        cu_lens: int32 [B + 1].
-        total: their sum.
-        longest: the most of one row.
-    """
-
-    cu_lens: Tensor
-    total: int
-    longest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +39,7 @@ class LatentRows:
     absorbed: ForwardBatch | None
     state: AttentionState
     expanded: ForwardBatch | None
-    keys: JoinedKeys | None
+    keys: JoinedRows | None
 
     @property
     def equal_len(self) -> int:
@@ -107,9 +91,9 @@ def count_absorbed_rows(batch: ForwardBatch, sizes: LatentSizes) -> int:
     return first if goes_on or longest >= MIN_EXPANDED_TOKENS else num_rows
 
 
-def _join(batch: ForwardBatch) -> JoinedKeys | None:
+def _join(batch: ForwardBatch) -> JoinedRows | None:
     if not any(batch.computed_lens_cpu):
         return None
     lens = [n + c for n, c in zip(batch.new_lens_cpu, batch.computed_lens_cpu, strict=True)]
     cu_lens = send_lens([0, *accumulate(lens)], batch.seq_lens.device)
-    return JoinedKeys(cu_lens=cu_lens, total=sum(lens), longest=max(lens))
+    return JoinedRows(cu_key_lens=cu_lens, num_keys=sum(lens), max_key_len=max(lens))

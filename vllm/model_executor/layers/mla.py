@@ -255,7 +255,7 @@ class LatentAttentionBlock(nn.Module):
         row_SD = row_T1D[:, 0]
         if keys is not None:
             cache = self._find_cache(attention)
-            row_SD = row_T1D.new_empty(keys.total, row_T1D.shape[2])
+            row_SD = row_T1D.new_empty(keys.num_keys, row_T1D.shape[2])
             join_latents(
                 row_SD,
                 row_T1D[:, 0],
@@ -263,8 +263,8 @@ class LatentAttentionBlock(nn.Module):
                 batch.groups[cache.group].block_offsets,
                 batch.cu_query_lens,
                 batch.seq_lens,
-                keys.cu_lens,
-                keys.longest,
+                keys.cu_key_lens,
+                keys.max_key_len,
             )
         key_SHD, value_SHV = self.expansion.expand_rows(row_SD)
         prompt_attention(
@@ -275,7 +275,7 @@ class LatentAttentionBlock(nn.Module):
             batch.cu_query_lens,
             batch.max_query_len,
             self._sizes.scale,
-            None if keys is None else keys.cu_lens,
+            None if keys is None else keys.cu_key_lens,
             rows.equal_len,
         )
 
