@@ -1,4 +1,4 @@
-"""Environment variables: the only file that reads them.
+"""Environment variables: the only file that reads them, but for csrc/core/cuda_launch.h.
 
 Each is read at the moment of access, so that tests and launchers may set it late. Install paths,
 debugging and deployment only; everything else is a flag.

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.utils.tiny_models import TinyModels
-from vllm import LLM, AsyncEngineArgs, EngineArgs, LLMEngine
+from vllm import AsyncEngineArgs, EngineArgs
 from vllm.config import DummyConfig, EngineConfig
-from vllm.config.resolve import _GPU_OFFLINE_PROMPT_TOKENS, _resolve_scheduler
+from vllm.config.resolve import _resolve_scheduler
 from vllm.errors import ConfigError
 from vllm.types import DType
-from vllm.usage.usage_lib import UsageContext
 from vllm.utils import FlexibleArgumentParser
 
 # Every engine flag of 0.6.3 (surface/cli.md section 3). A flag may be added here, never taken away.
@@ -167,36 +166,18 @@ def test_budgets(model: Path, options: dict, expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "context", "expected"),
+    ("options", "expected"),
     [
-        ({}, UsageContext.ENGINE_CONTEXT, (8192 + 256, 256)),
-        ({}, UsageContext.OPENAI_API_SERVER, (8192 + 256, 256)),
-        ({}, UsageContext.LLM_CLASS, (_GPU_OFFLINE_PROMPT_TOKENS + 256, 256)),
-        ({"max_num_seqs": 4}, UsageContext.OPENAI_API_SERVER, (8192 + 4, 4)),
-        ({"max_num_batched_tokens": 64}, UsageContext.LLM_CLASS, (64, 64)),
-        ({"enable_chunked_prefill": False}, UsageContext.LLM_CLASS, (2048, 256)),
+        ({}, (8192 + 256, 256)),
+        ({"max_num_seqs": 4}, (8192 + 4, 4)),
+        ({"max_num_batched_tokens": 64}, (64, 64)),
+        ({"enable_chunked_prefill": False}, (2048, 256)),
     ],
 )
-def test_budgets_on_a_gpu(
-    model: Path, options: dict, context: UsageContext, expected: tuple[int, int]
-) -> None:
+def test_budgets_on_a_gpu(model: Path, options: dict, expected: tuple[int, int]) -> None:
     args = EngineArgs(model=str(model), **options)
-    scheduler = _resolve_scheduler(args, resolve(model).model_config, "cuda", context)
+    scheduler = _resolve_scheduler(args, resolve(model).model_config, "cuda")
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == expected
-
-
-def test_llm_says_who_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stop(Exception):
-        """Nothing is loaded here."""
-
-    def resolve_nothing(args: EngineArgs, usage_context: UsageContext) -> EngineConfig:
-        raise Stop(usage_context)
-
-    monkeypatch.setattr(EngineArgs, "create_engine_config", resolve_nothing)
-    with pytest.raises(Stop, match="LLM_CLASS"):
-        LLM(str(model))
-    with pytest.raises(Stop, match="ENGINE_CONTEXT"):
-        LLMEngine.from_engine_args(EngineArgs(model=str(model)))
 
 
 def test_dtype_and_lengths(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

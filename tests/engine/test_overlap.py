@@ -24,7 +24,6 @@ from vllm.engine.messages import AbortRequests, EngineFailed, EngineOutputs, Shu
 from vllm.errors import EngineDeadError
 from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams
 from vllm.step import StepOutput, StepPlan
-from vllm.usage.usage_lib import UsageContext
 
 NUM_TOKENS = 30
 
@@ -280,8 +279,7 @@ def test_the_loop_does_not_pause_between_steps(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_gpus_overlap_unless_told_otherwise(device: str, *, is_disabled: bool) -> None:
     args = EngineArgs(model="m", disable_async_output_proc=is_disabled)
-    context = UsageContext.ENGINE_CONTEXT
-    scheduler = _resolve_scheduler(args, make_config().model_config, device, context)
+    scheduler = _resolve_scheduler(args, make_config().model_config, device)
     assert scheduler.max_steps_in_flight == (2 if device == "cuda" and not is_disabled else 1)
 
 

@@ -35,7 +35,6 @@ from vllm.transformers_utils.dtype import checkpoint_dtype, resolve_dtype
 from vllm.transformers_utils.gguf_file import is_gguf_file
 from vllm.transformers_utils.hub import resolve_path
 from vllm.transformers_utils.rope_config import context_len, normalize_rope
-from vllm.usage.usage_lib import UsageContext
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -53,26 +52,17 @@ _CPU_BATCHED_TOKENS = 512
 # cut each long prompt a few tokens before its end. 8192 tokens of a 7B model take about a fifth of
 # a second, which is how long a server's streams then stall.
 _GPU_PROMPT_TOKENS = 8192
-# Nobody watches the streams of `LLM`, which could take twice as many; longer steps than a server's
-# were not measured.
-_GPU_OFFLINE_PROMPT_TOKENS = 8192
 
 
-def resolve_engine_config(
-    args: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
-) -> EngineConfig:
+def resolve_engine_config(args: EngineArgs) -> EngineConfig:
     """Return the configuration that `args` asks for.
-
-    Args:
-        args: what the user gave.
-        usage_context: who makes the engine; on a GPU `LLM` has a budget of its own.
 
     Raises: ConfigError saying what was given, what is allowed and what to do.
     """
     check_accepted(args)
     device = _resolve_device(args.device)
     model = _resolve_model(args, device)
-    scheduler = _resolve_scheduler(args, model, device, usage_context)
+    scheduler = _resolve_scheduler(args, model, device)
     return EngineConfig(
         model_config=model,
         cache_config=_resolve_cache(args),
@@ -192,14 +182,12 @@ def _resolve_max_model_len(args: EngineArgs, config: Mapping[str, Any]) -> int:
     return wanted
 
 
-def _resolve_scheduler(
-    args: EngineArgs, model: ModelConfig, device: str, usage_context: UsageContext
-) -> SchedulerConfig:
+def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> SchedulerConfig:
     is_chunked = args.enable_chunked_prefill is not False
     max_num_seqs = args.max_num_seqs
     budget = args.max_num_batched_tokens
     if budget is None and is_chunked:
-        budget = _choose_budget(max_num_seqs, device, usage_context)
+        budget = _choose_budget(max_num_seqs, device)
     elif budget is None:
         budget = max(model.max_model_len, 2048)
     if budget < 1 or max_num_seqs < 1:
@@ -241,13 +229,11 @@ def _resolve_scheduler(
     )
 
 
-def _choose_budget(max_num_seqs: int, device: str, usage_context: UsageContext) -> int:
+def _choose_budget(max_num_seqs: int, device: str) -> int:
     """Return the default token budget of a step where prompts may be cut."""
     if device == "cpu":
         return _CPU_BATCHED_TOKENS
-    is_offline = usage_context is UsageContext.LLM_CLASS
-    prompt_tokens = _GPU_OFFLINE_PROMPT_TOKENS if is_offline else _GPU_PROMPT_TOKENS
-    return prompt_tokens + max(max_num_seqs, 0)
+    return _GPU_PROMPT_TOKENS + max(max_num_seqs, 0)
 
 
 def _resolve_cache(args: EngineArgs) -> CacheConfig:

@@ -16,7 +16,6 @@ from vllm.engine.flags import ASYNC_FLAGS, ENGINE_FLAGS, Flag
 from vllm.hybrid.resolve import resolve_hybrid
 from vllm.hybrid.state_dtype import decide_state_dtype
 from vllm.plugins import load_general_plugins
-from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argument_parser import FlexibleArgumentParser, StoreBoolean
 
 DEFAULT_MODEL = "facebook/opt-125m"
@@ -136,14 +135,12 @@ class EngineArgs:
         """Take the fields of this class out of parsed arguments."""
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
-    def create_engine_config(
-        self, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
-    ) -> EngineConfig:
-        """Resolve every field for an engine that `usage_context` makes.
+    def create_engine_config(self) -> EngineConfig:
+        """Resolve every field.
 
         Raises: ConfigError naming the flag, what was given and what is allowed.
         """
-        config = resolve_engine_config(self, usage_context)
+        config = resolve_engine_config(self)
         hybrid = resolve_hybrid(
             config.model_config.hf_config,
             config.model_config.max_model_len,

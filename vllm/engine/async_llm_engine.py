@@ -109,11 +109,11 @@ class AsyncLLMEngine(ConfiguredEngine):
             engine_args: what to run.
             engine_config: resolved already, if so.
             start_engine_loop: accepted; the engine side always runs.
-            usage_context: who makes the engine; nothing is reported to anyone.
+            usage_context: accepted; nothing is reported to anyone.
             stat_loggers: instead of the log and Prometheus.
             in_own_process: run the engine side in a process of its own.
         """
-        config = engine_config or engine_args.create_engine_config(usage_context)
+        config = engine_config or engine_args.create_engine_config()
         core = ProcessCore(config) if in_own_process else ThreadCore(config)
         return cls(
             config,

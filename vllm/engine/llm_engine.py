@@ -67,8 +67,8 @@ class LLMEngine:
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: dict[str, StatLoggerBase] | None = None,
     ) -> LLMEngine:
-        """Resolve the arguments for this caller and make the engine."""
-        config = engine_args.create_engine_config(usage_context)
+        """Resolve the arguments and make the engine."""
+        config = engine_args.create_engine_config()
         return cls(config, usage_context=usage_context, stat_loggers=stat_loggers)
 
     def __reduce__(self) -> NoReturn:
