@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm._custom_ops.triton.device import is_hopper
 from vllm._custom_ops.triton.overlap import (
     await_inputs,
     let_next_start,
@@ -68,8 +69,10 @@ def test_devices_overlap_where_they_can_and_may(
     for allowed in ("0", "1"):
         monkeypatch.setenv("VLLM_OVERLAP_KERNELS", allowed)
         overlaps.cache_clear()
+        is_hopper.cache_clear()
         assert overlaps(torch.device("cuda", 0)) == (allowed == "1" and capability >= (9, 0))
     overlaps.cache_clear()
+    is_hopper.cache_clear()
 
 
 @pytest.mark.usefixtures("overlap")

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm import envs
+from vllm._custom_ops.triton.device import is_hopper
 
 LINE_BYTES = 128
 """What one of `prefetch_lines` asks for."""
@@ -29,15 +30,11 @@ LINE_BYTES = 128
 SPAN_BYTES = 16
 """Spans start at multiples of it and have multiples of it."""
 
-_FIRST_CAPABILITY = (9, 0)
-
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
     """Return whether kernels on a device may and can begin before their inputs are there."""
-    if device.type != "cuda" or not envs.VLLM_OVERLAP_KERNELS:
-        return False
-    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+    return is_hopper(device) and bool(envs.VLLM_OVERLAP_KERNELS)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vllm import envs
 from vllm._custom_ops import linear as linear_ops
+from vllm._custom_ops.triton.device import is_hopper
 from vllm._custom_ops.triton.linear_table import MAX_ROWS, is_skinny
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
@@ -116,7 +117,7 @@ class Linear(PackedModule):
             num_outputs,
             self.input_size,
             is_gated=is_gated,
-            begins_early=envs.VLLM_OVERLAP_KERNELS,
+            begins_early=is_hopper(x_TK.device) and envs.VLLM_OVERLAP_KERNELS,
         )
 
     def forward(self, x_TK: Tensor) -> Tensor:
