@@ -6,8 +6,10 @@ Prints a table with the ratio to the peer and writes JSON.
 
     python benchmarks/engine/gpu_offline.py [SHAPE ...] --runs 3 --output-json FILE
 
-With --peer-weights they are drawn as the peer draws its own, all uniform within 0.001, norms too:
-then no difference can come from what weights do to routing or clocks.
+Weights are made as the peer makes its own (load_format dummy: every tensor uniform within 0.001,
+from one seed). The output matrix then equals the embedding, so that greedy decoding soon repeats a
+few tokens and a mixture meets few experts. With --spread-weights tokens differ as a trained model's
+do, and all experts are met: the peer has no figures for that.
 
 With --start-together all processes load at once, which saves time on the machine (but their times
 until the first answer mean nothing then); they still measure one after the other.
@@ -35,7 +37,7 @@ from benchmarks.machine import describe_machine, describe_versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEER = RESULTS / "h200_peer.json"
-PEER_WEIGHTS = {"range": 0.001, "norms": "random"}
+SPREAD_WEIGHTS = {"range": 0.035, "norms": "one", "seed": "name"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--works", help="instead of the plan's, as 512:256:1,512:256:8")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, help="instead of the default")
-    parser.add_argument("--peer-weights", action="store_true", help="made up as the peer's are")
+    parser.add_argument("--spread-weights", action="store_true", help="so that tokens differ")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
         "--memory", nargs="*", default=[], metavar="SHAPE=SHARE", help="other shares of the card"
@@ -102,7 +104,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         llm = LLM(
             str(write_shape(name, Path(folder))),
             load_format="dummy",
-            model_loader_extra_config=PEER_WEIGHTS if args.peer_weights else None,
+            model_loader_extra_config=SPREAD_WEIGHTS if args.spread_weights else None,
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=plan.max_model_len,
@@ -179,7 +181,7 @@ def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     command += ["--enforce-eager"] if args.enforce_eager else []
     if args.max_num_batched_tokens:
         command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
-    command += ["--peer-weights"] if args.peer_weights else []
+    command += ["--spread-weights"] if args.spread_weights else []
     command += ["--memory", *args.memory] if args.memory else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -234,7 +236,7 @@ def main() -> int:
         "versions": describe_versions(),
         "date": time.strftime("%Y-%m-%d"),
         "runs": args.runs,
-        "weights": PEER_WEIGHTS if args.peer_weights else "the engine's default",
+        "weights": SPREAD_WEIGHTS if args.spread_weights else "load_format dummy, as the peer",
         "ready": {},
         "rows": [],
         "failed": [],

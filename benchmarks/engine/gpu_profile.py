@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_offline import PLANS
+from gpu_offline import PLANS, SPREAD_WEIGHTS
 from shapes import SHAPES, write_shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,6 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--works", nargs="+", default=["512:64:1"], help="input:output:batch")
     parser.add_argument("--top", type=int, default=18, help="kernels that are shown")
+    parser.add_argument("--spread-weights", action="store_true", help="so that tokens differ")
     parser.add_argument("--output-json", type=Path)
     return parser.parse_args()
 
@@ -113,6 +114,7 @@ def main() -> int:
         llm = LLM(
             str(write_shape(args.shape, Path(folder))),
             load_format="dummy",
+            model_loader_extra_config=SPREAD_WEIGHTS if args.spread_weights else None,
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=plan.max_model_len,

@@ -213,11 +213,15 @@ def test_rope_of_layer_types(tiny_models: TinyModels) -> None:
         ({"quantization": "gguf"}, "does not fit"),
         ({"load_format": "tensorizer"}, "load_format 'tensorizer'"),
         ({"load_format": "dummy", "model_loader_extra_config": "{"}, "no JSON"),
-        ({"load_format": "dummy", "model_loader_extra_config": "[]"}, "keys range and norms"),
-        ({"load_format": "dummy", "model_loader_extra_config": {"std": 1}}, "keys range and norms"),
+        ({"load_format": "dummy", "model_loader_extra_config": "[]"}, "keys range, norms and seed"),
+        (
+            {"load_format": "dummy", "model_loader_extra_config": {"std": 1}},
+            "keys range, norms and seed",
+        ),
         ({"load_format": "dummy", "model_loader_extra_config": {"range": 0}}, "above 0"),
         ({"load_format": "dummy", "model_loader_extra_config": {"range": "1"}}, "above 0"),
         ({"load_format": "dummy", "model_loader_extra_config": {"norms": "two"}}, "allowed: one"),
+        ({"load_format": "dummy", "model_loader_extra_config": {"seed": 1}}, "allowed: one"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, "below max_model_len"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "below max_num_seqs"),
         ({"max_num_seqs": 0}, "at least 1"),
@@ -281,12 +285,12 @@ def test_what_has_no_effect_is_said_once(
     ("options", "expected"),
     [
         (None, DummyConfig()),
-        ({"norms": "random"}, DummyConfig(has_random_norms=True)),
+        ({"norms": "one"}, DummyConfig(has_random_norms=False)),
         (
-            '{"range": 0.001, "norms": "random"}',
-            DummyConfig(value_range=1e-3, has_random_norms=True),
+            '{"range": 0.035, "norms": "one", "seed": "name"}',
+            DummyConfig(value_range=0.035, has_random_norms=False, has_one_seed=False),
         ),
-        ('{"range": 1, "norms": "one"}', DummyConfig(value_range=1.0)),
+        ('{"range": 1, "norms": "random", "seed": "one"}', DummyConfig(value_range=1.0)),
     ],
 )
 def test_made_up_weights(model: Path, options: dict | str | None, expected: DummyConfig) -> None:

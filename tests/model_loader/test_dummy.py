@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.model_loader.fake_rank import FakeRank
 from tests.models.families import FAMILIES, make_reference, read_config
+from tests.utils.tiny_engine import LIKE_TRAINED
 from vllm.config import DummyConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import WeightPlace
@@ -35,7 +36,7 @@ def places_of(model: CausalLM) -> dict[str, WeightPlace]:
 
 def iterate(model: CausalLM, config: DummyConfig | None = None) -> Iterator[tuple[str, Tensor]]:
     places, device = places_of(model), torch.device("cpu")
-    return iterate_dummy(places, torch.float32, device, config or DummyConfig())
+    return iterate_dummy(places, torch.float32, device, config or LIKE_TRAINED)
 
 
 def make(
@@ -84,17 +85,19 @@ def test_norms_do_nothing(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe"])
 def test_all_tensors_alike(name: str) -> None:
-    """What peers fill a model with."""
-    made = make(name, config=DummyConfig(value_range=1e-3, has_random_norms=True))
+    """What is promised where nothing is asked: one seed, one range, norms too."""
+    made = make(name, config=DummyConfig())
+    block = max(made.values(), key=Tensor.numel).flatten()
     assert any("norm" in key for key in made)
     for key, tensor in made.items():
         assert 0 < tensor.abs().max() <= 1e-3, key
         assert tensor.std() == pytest.approx(1e-3 / 3**0.5, rel=0.3), key
+        assert torch.equal(tensor.flatten(), block[: tensor.numel()]), key
 
 
 def test_a_large_tensor_takes_a_moment() -> None:
     block = torch.empty(1_048_573, dtype=torch.bfloat16).uniform_(-1, 1)
     started = time.perf_counter()
-    values = make_values("model.embed_tokens.weight", (152064, 896), block)
+    values = make_values((152064, 896), block, 77)
     assert time.perf_counter() - started < 3.0  # 0.05 s when nothing else runs; a 7B model has 50
     assert values[0].float().std() > 0.5 and not torch.equal(values[0], values[1])

@@ -17,6 +17,7 @@ from tests.models.compare import make_prompts, reference_logits
 from tests.models.families import FAMILIES, make_reference
 from tests.utils.fixtures_gguf import build_fx_model, write_fx_gguf, write_gguf
 from tests.utils.paged_driver import PagedDriver
+from tests.utils.tiny_engine import LIKE_TRAINED
 from vllm.config import LoadConfig, ModelConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError, OutOfMemoryError, WeightError
@@ -40,7 +41,7 @@ def load(
         dtype=dtype,
         max_model_len=256,
     )
-    load_config = LoadConfig(load_format=load_format, use_tqdm=False)
+    load_config = LoadConfig(load_format=load_format, use_tqdm=False, dummy=LIKE_TRAINED)
     return load_model(model_config, load_config, CPU, TensorParallel.single())
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.models.compare import make_prompts
 from tests.utils.paged_driver import PagedDriver
+from tests.utils.tiny_engine import LIKE_TRAINED
 from vllm.config import LoadConfig, ModelConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.model_loader.loader import load_model
@@ -64,7 +65,7 @@ def test_a_model_of_others_needs_one_file_and_one_row(toy_name: str) -> None:
     )
     model = load_model(
         config,
-        LoadConfig(load_format="dummy"),
+        LoadConfig(load_format="dummy", dummy=LIKE_TRAINED),
         torch.device("cpu"),
         TensorParallel.single(),
     )

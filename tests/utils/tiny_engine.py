@@ -11,6 +11,7 @@ from typing import Any
 from vllm.cache_spec import CacheLayout, GroupLayout
 from vllm.config import (
     CacheConfig,
+    DummyConfig,
     EngineConfig,
     LoadConfig,
     ModelConfig,
@@ -22,6 +23,8 @@ from vllm.step import NewRow, PlanRow, RowOutput, RowSampling, StepPlan
 from vllm.types import DType
 
 MAX_LEN = 128
+LIKE_TRAINED = DummyConfig(value_range=0.035, has_random_norms=False, has_one_seed=False)
+"""Made-up weights with the deviation of fresh models, 0.02, so that answers differ."""
 BLOCK_TOKENS = 16
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,7 +68,7 @@ def make_config(
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=512, max_num_seqs=8, max_model_len=MAX_LEN
         ),
-        load_config=LoadConfig(load_format="dummy", use_tqdm=False),
+        load_config=LoadConfig(load_format="dummy", use_tqdm=False, dummy=LIKE_TRAINED),
     )
 
 

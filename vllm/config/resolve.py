@@ -306,7 +306,7 @@ def _resolve_load(args: EngineArgs) -> LoadConfig:
 
 
 def _resolve_dummy(given: Mapping[str, Any] | str) -> DummyConfig:
-    """Read the options of made-up weights: "range", a number, and "norms", "one" or "random"."""
+    """Read the options of made-up weights: "range", a number; "norms" and "seed", words."""
     options: Any = given
     if isinstance(given, str):
         try:
@@ -315,19 +315,28 @@ def _resolve_dummy(given: Mapping[str, Any] | str) -> DummyConfig:
             raise ConfigError(
                 f"model_loader_extra_config is no JSON: {given!r} ({error})"
             ) from error
-    if not isinstance(options, Mapping) or options.keys() - {"range", "norms"}:
+    if not isinstance(options, Mapping) or options.keys() - {"range", "norms", "seed"}:
         raise ConfigError(
             f"model_loader_extra_config is {given!r}; for load_format dummy it is an object with "
-            "the keys range and norms"
+            "the keys range, norms and seed"
         )
-    default = DummyConfig()
-    value_range, norms = options.get("range", default.value_range), options.get("norms", "one")
+    value_range = options.get("range", DummyConfig().value_range)
     if type(value_range) not in (int, float) or not 0 < value_range < math.inf:
         raise ConfigError(
             f"model_loader_extra_config: range is {value_range!r}; give a number above 0"
         )
+    norms, seed = options.get("norms", "random"), options.get("seed", "one")
     if norms not in ("one", "random"):
         raise ConfigError(
             f"model_loader_extra_config: norms is {norms!r}; allowed: one (they do nothing), random"
         )
-    return DummyConfig(value_range=float(value_range), has_random_norms=norms == "random")
+    if seed not in ("one", "name"):
+        raise ConfigError(
+            f"model_loader_extra_config: seed is {seed!r}; allowed: one (every tensor begins with "
+            "the same numbers), name (each has its own)"
+        )
+    return DummyConfig(
+        value_range=float(value_range),
+        has_random_norms=norms == "random",
+        has_one_seed=seed == "one",
+    )

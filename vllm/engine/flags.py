@@ -102,7 +102,8 @@ _MODEL = (
     Flag(field="rope_theta", read=float, help="replaces rope_theta"),
     Flag(
         field="model_loader_extra_config",
-        help='JSON for load_format dummy: {"range": 0.035, "norms": "one" or "random"}',
+        help='JSON for load_format dummy: {"range": 0.001, "norms": "random" or "one", '
+        '"seed": "one" or "name"}',
     ),
     Flag(field="ignore_patterns", repeats=True, help="files of a hub id that are not fetched"),
     Flag(field="seed", read=int, help="first seed of requests without one"),

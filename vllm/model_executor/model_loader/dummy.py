@@ -1,8 +1,9 @@
 """Made-up weights, for running a model's shape without its files.
 
-Called by `loader.py` for load_format "dummy". Values depend on a tensor's name and whole shape
-alone, so every split over ranks, every run and every machine serves the same model. Cutting them
-out of one block of random numbers keeps a 7B model a matter of seconds. Reads no files.
+Called by `loader.py` for load_format "dummy". Values depend on a tensor's whole shape alone, and on
+its name if asked: every split over ranks, every run and every machine serves the same model.
+Cutting them out of one block of random numbers keeps a 7B model a matter of seconds. Reads no
+files.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def iterate_dummy(
         places: where a model wants each tensor; the whole shape is taken from it.
         dtype: element type of the values.
         device: where the values are made; they are the same on every device.
-        config: their range, and what norms are.
+        config: their range, what norms are, and whether tensors begin alike.
     """
     generator = torch.Generator().manual_seed(_SEED)
     block = torch.empty(_BLOCK_ELEMENTS)
@@ -44,15 +45,20 @@ def iterate_dummy(
         if is_norm and not config.has_random_norms:
             yield name, torch.full(place.shape, 1.0 - place.offset, dtype=dtype, device=device)
         else:
-            yield name, make_values(name, place.shape, block)
+            start = 0 if config.has_one_seed else find_start(name, block.numel())
+            yield name, make_values(place.shape, block, start)
 
 
-def make_values(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
-    """Fill a tensor from `block`, going round, starting where the name says."""
+def find_start(name: str, num_values: int) -> int:
+    """Return where in a block the numbers of a tensor begin that has its own."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % num_values
+
+
+def make_values(shape: tuple[int, ...], block: Tensor, start: int) -> Tensor:
+    """Fill a tensor from `block`, going round from `start` on."""
     values = torch.empty(shape, dtype=block.dtype, device=block.device)
     flat = values.view(-1)
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    start = int.from_bytes(digest, "little") % block.numel()
     done = 0
     while done < flat.numel():
         size = min(block.numel() - start, flat.numel() - done)
