@@ -1,10 +1,10 @@
 // Launches that overlap (programmatic dependent launch, compute capability 9.0 on): blocks of a
 // kernel start while the kernel before it ends, so that a short kernel's start costs nothing.
 //
-// A kernel calls let_next_start() first of all. It may then read what no kernel of a step writes,
-// which are weights, and calls await_inputs() on every path before it reads or writes anything
-// else, and before an early return: who waits for this kernel relies on what this kernel waited
-// for.
+// A kernel may first read what no kernel of a step writes, which are weights. It calls
+// await_inputs() on every path before it reads or writes anything else, and before an early return:
+// who waits for this kernel relies on what this kernel waited for. After that, not before, it calls
+// let_next_start(): so one kernel waits at a time, not as many as the device has room for.
 #pragma once
 
 #include <utility>

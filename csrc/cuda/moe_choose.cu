@@ -115,11 +115,11 @@ __device__ float gate_of(const ChoiceArgs& args, int64_t token, int column) {
 // Chooses the k largest one after the other; lane j keeps the j-th. Equal ones go by number.
 template <typename T, int kPerLane>
 __global__ void __launch_bounds__(kWarpsOfBlock * 32) choose_kernel(const ChoiceArgs args) {
-  let_next_start();
   __shared__ float share[kWarpsOfBlock][32 * kPerLane];
   const int lane = threadIdx.x % 32;
   const int64_t token = int64_t{blockIdx.x} * kWarpsOfBlock + threadIdx.x / 32;
   await_inputs();
+  let_next_start();
   if (token >= args.tokens) return;
   float scores[kPerLane];
   int keys[kPerLane];

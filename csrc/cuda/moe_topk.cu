@@ -63,8 +63,8 @@ __device__ void load_probabilities(const RouteArgs& args, int64_t token, int (&b
 // Chooses the k largest one after the other; lane j keeps the j-th. Equal ones go by number.
 template <typename T, int kPerLane>
 __global__ void __launch_bounds__(kWarpsOfBlock * 32) route_kernel(RouteArgs args) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   const int64_t token = int64_t{blockIdx.x} * kWarpsOfBlock + threadIdx.x / 32;
   if (token >= args.tokens) return;
   const int lane = threadIdx.x % 32;

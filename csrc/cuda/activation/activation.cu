@@ -108,8 +108,8 @@ __device__ __forceinline__ Pack<T> activate(const Pack<T>& x, const Pack<T>& fac
 template <typename T, typename Act, bool kGated, int kPacks, bool kIsPacked>
 __global__ void activation_kernel(const __grid_constant__ ActivationArgs args, const RowGrid grid,
                                   const Act act) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   const uint32_t row = grid.row();
   if (row >= grid.rows) return;
   const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);

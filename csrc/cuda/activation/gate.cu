@@ -19,8 +19,8 @@ struct GateArgs {
 // out[t] += sigmoid(gate[t]) * x[t]; the sigmoid and the product are rounded to T.
 template <typename T, int kPacks, bool kIsPacked>
 __global__ void add_gated_kernel(const __grid_constant__ GateArgs args, const RowGrid grid) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   const uint32_t row = grid.row();
   if (row >= grid.rows) return;
   T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);

@@ -27,8 +27,8 @@ struct StoreArgs {
 template <typename U>
 __global__ void __launch_bounds__(kGroupThreads)
     reshape_and_cache_kernel(const __grid_constant__ StoreArgs args, const int lanes) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   const LaneGroup group(lanes);
   const uint32_t token = group.index / (2 * args.heads), number = group.index % (2 * args.heads);
   if (token >= args.tokens) return;

@@ -26,7 +26,6 @@ struct NormArgs {
 template <typename T, typename W, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     norm_short_rows_kernel(const __grid_constant__ NormArgs args, const int lanes) {
-  let_next_start();
   const LaneGroup group(lanes);
   WeightPack<T, W> weights[kPacks];
 #pragma unroll
@@ -34,6 +33,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     weights[p].load(static_cast<const W*>(args.weight), group.begin_of<T>(p), args.n, kIsPacked);
   }
   await_inputs();
+  let_next_start();
   const bool is_live = group.index < args.x_rows.count();
   Pack<T> packs[kPacks] = {};
   if (is_live) {
@@ -59,12 +59,12 @@ __global__ void __launch_bounds__(max_row_threads(kPacks))
     norm_long_row_kernel(const __grid_constant__ NormArgs args) {
   constexpr bool kIsWeightEarly = kPacks == 1;
   __shared__ float of_runs[kMaxRuns];
-  let_next_start();
   const uint32_t row = blockIdx.x;
   Pack<T> packs[kPacks];
   WeightPack<T, W> weights[kPacks];
   if constexpr (kIsWeightEarly) load_row_weight(weights, args.weight, args.n, kIsPacked);
   await_inputs();
+  let_next_start();
   const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
   load_row(packs, x, args.n, kIsPacked);
   if (args.residual != nullptr) {

@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(max_row_threads(kPacks))
     sandwich_norm_kernel(const __grid_constant__ SandwichArgs args) {
   constexpr bool kIsWeightEarly = kPacks == 1;
   __shared__ float of_runs[2][kMaxRuns];
-  let_next_start();
   WeightPack<T, W> x_weights[kPacks], weights[kPacks];
   if constexpr (kIsWeightEarly) {
     load_row_weight(x_weights, args.x_weight, args.n, kIsPacked);
     load_row_weight(weights, args.weight, args.n, kIsPacked);
   }
   await_inputs();
+  let_next_start();
   T* x = static_cast<T*>(args.x) + args.x_rows.offset(blockIdx.x);
   T* residual = static_cast<T*>(args.residual) + args.residual_rows.offset(blockIdx.x);
   Pack<T> packs[kPacks], old[kPacks];

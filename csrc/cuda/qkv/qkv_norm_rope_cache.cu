@@ -91,7 +91,6 @@ template <typename T, typename W, int kPacks, int kHeads, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     qkv_norm_rope_cache_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
-  let_next_start();
   const LaneGroup group(args.lanes);
   TokenPart<T, W, kPacks> part;
   part.is_packed = kIsPacked || args.is_packed;
@@ -111,6 +110,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   T* rows = static_cast<T*>(args.qkv) + token * args.token_stride;
   Pack<T> packs[kHeads][kPacks];
   await_inputs();
+  let_next_start();
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const uint32_t head = min(first + i * args.groups_of_token, num_heads - 1);

@@ -31,8 +31,8 @@ struct RopeArgs {
 template <typename T, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     rope_kernel(const __grid_constant__ RopeArgs args) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
   const LaneGroup group(args.lanes);
   const uint32_t num_heads = args.query.num_heads + args.key.num_heads;

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads)
     argmax_kernel(int64_t* out_ids, Order* of_parts, AnyLogits logits) {
   constexpr int kSize = Pack<T>::kSize, kLoads = 4, kStep = kThreads * kSize;
   __shared__ Word of_warps[kWarps];
-  let_next_start();
   await_inputs();
+  let_next_start();
   const T* row = static_cast<const T*>(logits.data) + blockIdx.x * logits.stride;
   const int part = blockIdx.y, parts = gridDim.y;
   const int tiles = (logits.n + kStep - 1) / kStep;
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(32)
     merge_argmax_kernel(int64_t* out_ids, const Order* of_parts, int parts) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   Order best = 0;
   for (int part = lane_id(); part < parts; part += 32) {
     best = max(best, of_parts[blockIdx.x * parts + part]);
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(32)
 template <typename T>
 __global__ void __launch_bounds__(kRowsOfBlock)
     keep_possible_kernel(int64_t* out_ids, const int64_t* ids, AnyLogits logits) {
-  let_next_start();
   await_inputs();
+  let_next_start();
   const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock + threadIdx.x;
   if (row >= logits.rows) return;
   const int64_t id = ids[row];
