@@ -84,6 +84,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--spread-weights", action="store_true", help="so that tokens differ")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
+        "--set", nargs="*", default=[], metavar="FIELD=WORD", help="other fields of the engine"
+    )
+    parser.add_argument(
         "--memory", nargs="*", default=[], metavar="SHAPE=SHARE", help="other shares of the card"
     )
     parser.add_argument("--output-json", type=Path, default=RESULTS / "h200_offline.json")
@@ -113,6 +116,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             max_num_batched_tokens=args.max_num_batched_tokens,
             seed=0,
             enforce_eager=args.enforce_eager,
+            **dict(pair.split("=") for pair in args.set),
         )
         vocab = SHAPES[name]["vocab_size"]
         rng = random.Random(0)
@@ -183,6 +187,7 @@ def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
         command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     command += ["--spread-weights"] if args.spread_weights else []
     command += ["--memory", *args.memory] if args.memory else []
+    command += ["--set", *args.set] if args.set else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
