@@ -48,6 +48,8 @@ class ForwardBatch:
         new_lens_cpu, computed_lens_cpu: new and computed tokens of each row; both empty where
             whoever built the batch does not say, as for decode steps.
         computed_lens: the latter on the device, int32 [B]; None where it was not made.
+        has_spare_tokens: whether tokens may follow those of the last row. Kernels find rows by
+            their bounds; what attention and states leave for a spare token is zero.
     """
 
     input_ids: Tensor
@@ -62,6 +64,7 @@ class ForwardBatch:
     new_lens_cpu: tuple[int, ...] = ()
     computed_lens_cpu: tuple[int, ...] = ()
     computed_lens: Tensor | None = None
+    has_spare_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

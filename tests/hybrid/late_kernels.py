@@ -108,6 +108,8 @@ def find_late(directory: Path) -> list[str]:
         with ahead.note_kernels() as wanted:
             for num_rows in list_graph_sizes(LIMITS.max_num_seqs):
                 model.compute_logits(runner.run_decode(num_rows))
+            for size in runner.prompt_sizes:
+                runner.run_prompts(size)
             for new_lens, computed_lens in draw_steps():
                 step = gpu_warmup.make_step(new_lens, computed_lens, cache.geometries, device=CPU)
                 runner.run_forward(step)

@@ -1,4 +1,4 @@
-"""Which decode graphs are captured, in which order. Nothing is captured here."""
+"""Which steps are captured, in which order. Nothing is captured here."""
 
 from __future__ import annotations
 
@@ -10,42 +10,50 @@ import torch
 from torch import Tensor
 
 from vllm.worker import cuda_graph
-from vllm.worker.cuda_graph import DecodeGraphs
+from vllm.worker.cuda_graph import StepGraphs
 
 
 class Graph:
     """A graph that does nothing."""
 
+    def __init__(self) -> None:
+        self.num_replays = 0
+
     def replay(self) -> None:
-        pass
+        self.num_replays += 1
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of the steps that were captured."""
-    rows = []
+def captured(monkeypatch: pytest.MonkeyPatch) -> dict[int, Graph]:
+    """The graphs that were captured, by the rows of their steps."""
+    graphs: dict[int, Graph] = {}
 
     def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Graph, Tensor]:
         result = run()
-        rows.append(len(result))
         assert pool == "pool"
-        return Graph(), result
+        graphs[len(result)] = Graph()
+        return graphs[len(result)], result
 
     monkeypatch.setattr(cuda_graph, "capture_step", capture)
-    return rows
+    return graphs
 
 
-def test_the_largest_comes_first(captured: list[int]) -> None:
-    graphs = DecodeGraphs(torch.zeros, (1, 2, 8))
+def test_the_largest_comes_first(captured: dict[int, Graph]) -> None:
+    graphs = StepGraphs(torch.zeros, (1, 2, 8), "decode steps")
     graphs.capture("pool")
-    assert captured == [8, 2, 1]
-    assert 2 in graphs
-    assert 3 not in graphs
-    assert len(graphs.replay(2)) == 2
+    assert list(captured) == [8, 2, 1]
+    assert len(graphs.run(2)) == 2
+    assert [graph.num_replays for graph in captured.values()] == [0, 1, 0]
 
 
-def test_the_largest_alone(captured: list[int]) -> None:
-    graphs = DecodeGraphs(torch.zeros, (1, 2, 8))
+def test_the_largest_alone(captured: dict[int, Graph]) -> None:
+    graphs = StepGraphs(torch.zeros, (1, 2, 8), "decode steps")
     graphs.capture("pool", only_largest=True)
-    assert captured == [8]
-    assert 2 not in graphs
+    assert list(captured) == [8]
+    assert len(graphs.run(2)) == 2, "without a graph, kernel by kernel"
+    assert captured[8].num_replays == 0
+
+
+def test_nothing_to_capture(captured: dict[int, Graph]) -> None:
+    StepGraphs(torch.zeros, (), "decode steps").capture("pool")
+    assert not captured

@@ -5,7 +5,9 @@ Tokens come to the host one step late, as they do where steps overlap.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from vllm.worker import gpu_input_batch
 from vllm.worker.block_table import Int64Array
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import StepInput
+from vllm.worker.prompt_size import PromptSize, list_prompt_sizes
 
 SIZES = (1, 4, 16, 64)
+PROMPT_SIZES = list_prompt_sizes(64, 4096)
 
 
 class HostRing:
@@ -36,13 +40,24 @@ class HostRing:
         return list(target[: len(joined)].split([len(array) for array in arrays]))
 
 
-@pytest.fixture
-def batch(monkeypatch: pytest.MonkeyPatch) -> GpuInputBatch:
-    """An empty batch of at most 64 rows a step."""
+@pytest.fixture(autouse=True)
+def _stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_input_batch, "StagingRing", HostRing)
     for name in ("prepare_decode_tokens", "prepare_decode_group"):
         monkeypatch.setattr(gpu_input_batch, name, getattr(naive, name))
-    return GpuInputBatch(64, MAX_LEN, 4096, GEOMETRIES, torch.device("cpu"), decode_sizes=SIZES)
+
+
+def make_batch(prompt_sizes: Sequence[PromptSize]) -> GpuInputBatch:
+    """Return an empty batch of at most 64 rows a step."""
+    return GpuInputBatch(
+        64,
+        MAX_LEN,
+        4096,
+        GEOMETRIES,
+        torch.device("cpu"),
+        decode_sizes=SIZES,
+        prompt_sizes=prompt_sizes,
+    )
 
 
 def make_decode_plan(plans: RandomPlans, number: int) -> tuple[StepPlan, list[Known]]:
@@ -86,11 +101,55 @@ def check_decode(step: StepInput, active: list[Known]) -> None:
         assert (group.block_offsets[num_rows:] == geometry.pad_offset).all()
 
 
+def take_padding_away(step: StepInput, size: PromptSize) -> StepInput:
+    """Return a padded step without what was added to it, which is checked."""
+    batch, num_rows = step.batch, len(step.rows)
+    num_decode = sum(row.num_new_tokens == 1 for row in step.plan_rows)
+    first = size.num_decode_rows
+    rows = [*range(num_decode), *range(first, first + num_rows - num_decode)]
+    bounds = batch.cu_query_lens.tolist()
+    tokens = [token for row in rows for token in range(bounds[row], bounds[row + 1])]
+    added = [i for i in range(size.num_rows) if i not in rows]
+    spare = [i for i in range(size.num_tokens) if i not in tokens]
+    assert len(batch.seq_lens) == len(bounds) - 1 == size.num_rows
+    assert len(batch.input_ids) == len(batch.positions) == size.num_tokens
+    assert [bounds[i + 1] - bounds[i] for i in added] == [int(i < first) for i in added]
+    assert not batch.seq_lens[added].any()
+    longest = int(batch.seq_lens.max())
+    groups = []
+    for group, geometry in zip(batch.groups, GEOMETRIES, strict=True):
+        assert (group.slots[spare, 0] == -1).all()
+        assert (group.block_offsets[added] == geometry.pad_offset).all()
+        offsets = group.block_offsets[rows, : -(-longest // geometry.block_tokens)]
+        groups.append(replace(group, block_offsets=offsets, slots=group.slots[tokens]))
+    lens = [bounds[row + 1] - bounds[row] for row in rows]
+    assert batch.has_spare_tokens
+    assert batch.computed_lens is not None
+    return replace(
+        step,
+        batch=replace(
+            batch,
+            input_ids=batch.input_ids[tokens],
+            positions=batch.positions[tokens],
+            cu_query_lens=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32),
+            seq_lens=batch.seq_lens[rows],
+            computed_lens=batch.computed_lens[rows],
+            logits_rows=torch.tensor([tokens.index(i) for i in batch.logits_rows.tolist()]).long(),
+            groups=tuple(groups),
+            max_query_len=max(lens),
+            max_seq_len=longest,
+            num_decode_rows=num_decode,
+        ),
+    )
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_plans_equal_the_oracle(seed: int, batch: GpuInputBatch) -> None:
+def test_random_plans_equal_the_oracle(seed: int, is_padded: bool) -> None:
+    batch = make_batch(PROMPT_SIZES if is_padded else ())
     plans = RandomPlans(seed)
     late: list[tuple] = []
-    num_decodes = 0
+    num_decodes = num_padded = 0
     for number in range(60):
         plan, active = make_decode_plan(plans, number) if number % 2 else plans.make(number)
         step = batch.apply(plan)
@@ -102,10 +161,18 @@ def test_random_plans_equal_the_oracle(seed: int, batch: GpuInputBatch) -> None:
             check_decode(step, active)
             num_decodes += 1
         else:
+            firsts = [batch.find_first_token(step, i) for i in range(len(step.rows))]
+            if batch.prompt_size is not None:
+                batch.prepare_prompts(batch.prompt_size)
+                step = take_padding_away(step, batch.prompt_size)
+                num_padded += 1
+            else:
+                assert firsts == step.batch.cu_query_lens.tolist()[:-1]
             check(step, plan, plans.known, is_padded=False)
             assert step.batch.computed_lens is not None
             assert step.batch.computed_lens.dtype is torch.int32
-            assert step.batch.computed_lens.tolist() == list(step.batch.computed_lens_cpu)
+            computed = [row.num_computed_tokens for row in step.plan_rows]
+            assert step.batch.computed_lens.tolist() == computed
         sampled = [step.rows[i] for i in step.sampled]
         tokens = [plans.random.randrange(50_000) for _ in sampled]
         late.append((sampled, [row.num_tokens for row in sampled], tokens))
@@ -117,3 +184,4 @@ def test_random_plans_equal_the_oracle(seed: int, batch: GpuInputBatch) -> None:
         for known, row in zip(active, plan.rows, strict=True):
             known.computed += row.num_new_tokens
     assert num_decodes > 10
+    assert num_padded > 10 if is_padded else num_padded == 0

@@ -35,21 +35,17 @@ def test_graphs_need_kernels_that_never_wait(config: EngineConfig) -> None:
     assert not read_limits(eager, make_layers("triton")).has_graphs
 
 
-def test_prompts_are_captured_where_asked_for(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.worker import gpu_setup
+def test_steps_are_padded_with_graphs_and_without(config: EngineConfig) -> None:
+    """Or their products would not have the same bits."""
     from vllm.worker.gpu_setup import read_limits
 
-    said: list[str] = []
-    monkeypatch.setattr(gpu_setup, "warn_once", lambda _, text: said.append(text))
-    assert not read_limits(config, make_layers("triton")).has_prompt_graphs
-    monkeypatch.setenv("VLLM_GRAPH_PROMPTS", "1")
-    assert read_limits(config, make_layers("triton")).has_prompt_graphs
-    assert not said
-    assert not read_limits(config, make_layers("triton", "flashattn")).has_prompt_graphs
-    assert [text for text in said if "VLLM_GRAPH_PROMPTS has no effect" in text]
-    assert not read_limits(config, make_layers("torch")).has_prompt_graphs
+    eager = replace(config, model_config=replace(config.model_config, enforce_eager=True))
+    for kernels in (("triton",), ("triton", "flashattn"), ("torch",), ()):
+        layers = make_layers(*kernels)
+        limits = read_limits(config, layers)
+        assert replace(read_limits(eager, layers), has_graphs=limits.has_graphs) == limits
+        assert limits.pads_decodes == limits.has_graphs == ("torch" not in kernels)
+        assert limits.pads_prompts == (kernels in (("triton",), ()))
 
 
 def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

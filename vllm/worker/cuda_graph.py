@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: one for each of a few batch sizes, captured at the start.
+"""Steps as CUDA graphs: one for each of a few sizes, captured at the start.
 
-Made by the GPU model runner. A graph holds everything between the columns that the host sends and
-the hidden states: block tables, all layers, the last norm. It reads lengths and tables on the
-device, so that it serves every batch of its size; smaller batches are padded.
+Made by the GPU model runner. A graph holds everything between what the host sends and the hidden
+states: block tables, all layers, the last norm. It reads lengths and tables on the device, so that
+it serves every step of its size; smaller steps are padded. They are padded as well where nothing
+is captured, so that a step has the same bits with a graph and without.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+Size = TypeVar("Size")
 
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 
@@ -35,41 +38,47 @@ def list_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*sizes, max_num_seqs))) if sizes else (max_num_seqs,)
 
 
-class DecodeGraphs:
-    """The graphs of one model.
+class StepGraphs(Generic[Size]):
+    """The graphs of one kind of step.
 
     Args:
-        run: runs a decode step of so many rows on the current stream and returns its hidden states,
-            [rows, E]; every kernel of it reads and writes memory that stays where it is.
-        sizes: batch sizes, ascending.
+        run: runs a step of a size on the current stream and returns its hidden states, [T, E];
+            every kernel of it reads and writes memory that stays where it is.
+        sizes: that are captured, ascending.
+        kind: name of the steps in the log.
     """
 
-    def __init__(self, run: Callable[[int], Tensor], sizes: Sequence[int]) -> None:
+    def __init__(self, run: Callable[[Size], Tensor], sizes: Sequence[Size], kind: str) -> None:
         self._run = run
         self.sizes = tuple(sizes)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._kind = kind
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def capture(self, pool: Any, *, only_largest: bool = False) -> None:
         """Capture the sizes, the largest first: the others find their memory in its pool."""
+        if not self.sizes:
+            return
         started_s = time.perf_counter()
         sizes = self.sizes[-1:] if only_largest else self.sizes
         for size in reversed(sizes):
             self._graphs[size] = capture_step(partial(self._run, size), pool)
         logger.info(
-            "Captured %d CUDA graphs of decode steps (up to %d rows) in %.2f s",
+            "Captured %d CUDA graphs of %s in %.2f s",
             len(sizes),
-            sizes[-1],
+            self._kind,
             time.perf_counter() - started_s,
         )
 
-    def replay(self, num_rows: int) -> Tensor:
-        """Run the graph of exactly `num_rows` rows; its result holds until the next replay."""
-        graph, hidden_BE = self._graphs[num_rows]
-        graph.replay()
-        return hidden_BE
+    def run(self, size: Size) -> Tensor:
+        """Run a step of exactly this size, by its graph if it was captured, else kernel by kernel.
 
-    def __contains__(self, num_rows: int) -> bool:
-        return num_rows in self._graphs
+        A graph's result holds until its next replay.
+        """
+        if size not in self._graphs:
+            return self._run(size)
+        graph, hidden_TE = self._graphs[size]
+        graph.replay()
+        return hidden_TE
 
 
 def capture_step(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -20,7 +20,7 @@ class DeviceBlockTable(BlockTable):
     """A block table with a copy on the device.
 
     Attributes:
-        offsets_device: int32 [rows, max_blocks].
+        offsets_device: int32 [rows + 1, max_blocks]; the last row holds nothing but pad blocks.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class DeviceBlockTable(BlockTable):
         super().__init__(geometry, num_rows, max_tokens)
         self._places: list[Int64Array] = []
         self._values: list[Int64Array] = []
-        self.offsets_device = self._make_device_pad(num_rows, device)
+        self.offsets_device = self._make_device_pad(num_rows + 1, device)
 
     def grow(self, num_rows: int) -> None:
         """See BlockTable; captured graphs hold the device's copy, so it cannot move."""

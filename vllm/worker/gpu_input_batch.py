@@ -2,7 +2,8 @@
 
 The GPU model runner calls `apply` once a step, `advance` when the step's tokens are chosen on the
 device, and `settle` when they have come to the host. A step may be built before the tokens of the
-one before it are known: such a row takes its token from the device's own memory.
+one before it are known: such a row takes its token from the device's own memory. Decode steps and
+small steps with prompts are padded to a few sizes and live in tensors that stay where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from vllm.batch import ForwardBatch, GroupBatch
 from vllm.step import PlanRow
 from vllm.worker.block_table import GroupGeometry, Int64Array
 from vllm.worker.device_table import DeviceBlockTable
-from vllm.worker.input_batch import BatchRow, InputBatch
+from vllm.worker.input_batch import BatchRow, InputBatch, StepInput
+from vllm.worker.mixed_rows import MixedRows, SentRows
+from vllm.worker.prompt_buffers import PromptBuffers
+from vllm.worker.prompt_size import PromptSize, find_prompt_size
 from vllm.worker.staging import StagingRing
 
 UNKNOWN_TOKEN = -1
@@ -61,10 +65,13 @@ class GpuInputBatch(InputBatch):
         max_model_len: most tokens of a sequence.
         max_num_batched_tokens: most tokens of a step.
         geometries: the KV cache groups.
-        decode_sizes: rows of the decode graphs, ascending; steps are padded to them.
+        decode_sizes: rows that decode steps are padded to, ascending.
+        prompt_sizes: what small steps with prompts are padded to, ascending.
 
     Attributes:
-        last_tokens: int64 [rows], the newest token of every persistent row.
+        last_tokens: int64 [rows + 1], the newest token of every persistent row, and one that
+            padding reads.
+        prompt_size: what the step with prompts that was built last was padded to, or None.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class GpuInputBatch(InputBatch):
         geometries: Sequence[GroupGeometry],
         device: torch.device,
         decode_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[PromptSize] = (),
     ) -> None:
         # Rows that a step drops stay until it comes, so that there may be more than it computes.
         num_rows = 2 * max_num_seqs
@@ -82,10 +90,15 @@ class GpuInputBatch(InputBatch):
         super().__init__(num_rows, max_model_len, geometries, device)
         self._max_model_len = max_model_len
         self._decode_sizes = tuple(decode_sizes)
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._prompt_sizes = tuple(prompt_sizes)
+        self._pad_row = num_rows
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._ring = StagingRing(max(_NUM_UPLOADS * max_num_batched_tokens, 1 << 16), device)
         self._sampled_places: Tensor | None = None
+        self._first_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self._decode = self._make_decode_buffers(max((max_num_seqs, *decode_sizes)))
+        self._prompts = PromptBuffers(prompt_sizes, self._device_tables, max_model_len, device)
+        self.prompt_size: PromptSize | None = None
 
     def view_decode(self, num_rows: int) -> ForwardBatch:
         """Return the fixed tensors of a decode step of `num_rows` rows, padding counted.
@@ -140,6 +153,18 @@ class GpuInputBatch(InputBatch):
                 table.geometry.pad_offset,
             )
 
+    def view_prompts(self, size: PromptSize) -> ForwardBatch:
+        """Return the fixed tensors of a padded step with prompts; see `view_decode`."""
+        return self._prompts.view(size)
+
+    def prepare_prompts(self, size: PromptSize) -> None:
+        """Fill the tensors of `view_prompts` from what was sent; kernels only, as above."""
+        self._prompts.prepare(size, self.last_tokens)
+
+    def find_first_token(self, step: StepInput, index: int) -> int:
+        """See InputBatch; the device is not asked."""
+        return index if step.is_decode else int(self._first_tokens[index])
+
     def advance(self, rows: Sequence[BatchRow], next_ids: Tensor) -> None:
         """Let rows grow by the tokens just chosen, which only the device knows yet.
 
@@ -189,48 +214,49 @@ class GpuInputBatch(InputBatch):
         self, plan_rows: list[PlanRow], rows: list[BatchRow], sampled: list[int]
     ) -> ForwardBatch:
         """Build any step; decode rows come first."""
-        indices: Int64Array = np.array([row.index for row in rows], dtype=np.int64)
-        computed: Int64Array = np.array([r.num_computed_tokens for r in plan_rows], dtype=np.int64)
-        new: Int64Array = np.array([r.num_new_tokens for r in plan_rows], dtype=np.int64)
-        ends = np.cumsum(new)
-        token_places = np.repeat(indices, new)
-        positions = np.arange(len(token_places), dtype=np.int64) + np.repeat(
-            computed - ends + new, new
-        )
+        mixed = MixedRows.collect(plan_rows, rows, sampled, self._token_ids)
         self._send_changes()
-        sent = self._ring.upload(
-            [
-                self._token_ids[token_places, positions],
-                token_places,
-                positions,
-                indices,
-                np.concatenate(([0], ends)),
-                computed,
-                computed + new,
-                ends[sampled] - 1,
-                indices[sampled],
-            ]
+        self.prompt_size = size = find_prompt_size(
+            self._prompt_sizes, mixed.new_lens, mixed.computed_lens
         )
-        ids, places, positions_device, rows_device, starts, *others = sent
-        done, lens, logits_rows, sampled_places = others
-        self._sampled_places = sampled_places
-        max_seq_len = int((computed + new).max())
+        if size is None:
+            return self._send_mixed(mixed)
+        return self._send_padded(mixed, size)
+
+    def _send_padded(self, mixed: MixedRows, size: PromptSize) -> ForwardBatch:
+        """Send a step's rows with padding; `prepare_prompts` makes the tensors of it."""
+        shift = size.num_decode_rows - mixed.num_decode_rows
+        is_prompt = np.arange(len(mixed.rows)) >= mixed.num_decode_rows
+        self._first_tokens = mixed.bounds[:-1] + np.where(is_prompt, shift, 0)
+        padded = mixed.pad(size, self._pad_row)
+        self._ring.upload(padded.list_sent(), self._prompts.sent)
+        num_sampled = len(mixed.sampled_rows)
+        sent = SentRows.split(self._prompts.sent, size, num_sampled)
+        self._sampled_places = sent.sampled_rows
+        return self._prompts.view(size, num_sampled)
+
+    def _send_mixed(self, mixed: MixedRows) -> ForwardBatch:
+        self._first_tokens = mixed.bounds[:-1]
+        sent = SentRows.read(self._ring.upload(mixed.list_sent()))
+        self._sampled_places = sent.sampled_rows
+        new_lens, max_seq_len = mixed.new_lens, int(mixed.seq_lens.max())
+        newest = self.last_tokens[sent.token_rows]
         return ForwardBatch(
-            input_ids=torch.where(ids == UNKNOWN_TOKEN, self.last_tokens[places], ids),
-            positions=positions_device,
-            cu_query_lens=starts.to(torch.int32),
-            seq_lens=lens.to(torch.int32),
-            logits_rows=logits_rows,
+            input_ids=torch.where(sent.token_ids == UNKNOWN_TOKEN, newest, sent.token_ids),
+            positions=sent.positions,
+            cu_query_lens=sent.bounds.to(torch.int32),
+            seq_lens=sent.seq_lens.to(torch.int32),
+            logits_rows=sent.logits_rows,
             groups=tuple(
-                table.gather_device(rows_device, places, positions_device, max_seq_len)
+                table.gather_device(sent.rows, sent.token_rows, sent.positions, max_seq_len)
                 for table in self._device_tables
             ),
-            max_query_len=int(new.max()),
+            max_query_len=int(new_lens.max()),
             max_seq_len=max_seq_len,
-            num_decode_rows=int(np.count_nonzero(new == 1)),
-            new_lens_cpu=tuple(new.tolist()),
-            computed_lens_cpu=tuple(computed.tolist()),
-            computed_lens=done.to(torch.int32),
+            num_decode_rows=mixed.num_decode_rows,
+            new_lens_cpu=tuple(new_lens.tolist()),
+            computed_lens_cpu=tuple(mixed.computed_lens.tolist()),
+            computed_lens=sent.computed_lens.to(torch.int32),
         )
 
     def _send_changes(self) -> None:
@@ -245,7 +271,7 @@ class GpuInputBatch(InputBatch):
                 table.apply_changes(next(sent), next(sent))
 
     def _pad_rows(self, num_rows: int) -> int:
-        """Return the rows of the smallest graph that holds `num_rows`; without graphs, so many."""
+        """Return the smallest size that holds `num_rows`; without sizes, so many."""
         place = bisect_left(self._decode_sizes, num_rows)
         return self._decode_sizes[place] if place < len(self._decode_sizes) else num_rows
 

@@ -8,7 +8,7 @@ it knows no requests and no owners of blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +20,14 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.sampler import PendingSamples, Sampler, SampleRequest
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import StepOutput, StepPlan
-from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
-from vllm.worker.cuda_graph import DecodeGraphs, list_graph_sizes
+from vllm.worker.cuda_graph import StepGraphs, list_graph_sizes
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import BatchRow, StepInput
 from vllm.worker.model_runner import list_group_kernels, make_outputs
 from vllm.worker.pending_step import FinishedStep, PendingStep
-from vllm.worker.prompt_graph import MAX_SEQ_LEN, PromptBuffers, PromptGraphs, list_prompt_sizes
 from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
+from vllm.worker.prompt_size import PromptSize, list_prompt_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +35,17 @@ class RunnerLimits:
     """The most of everything that a runner prepares for.
 
     Attributes:
-        has_graphs: whether decode steps are captured.
-        has_prompt_graphs: whether small steps with prompts are, too.
+        has_graphs: whether padded steps are captured.
+        pads_decodes: whether decode steps are padded to a few sizes.
+        pads_prompts: whether small steps with prompts are.
     """
 
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
     has_graphs: bool
-    has_prompt_graphs: bool = False
+    pads_decodes: bool = True
+    pads_prompts: bool = True
 
 
 class GpuModelRunner:
@@ -70,36 +71,48 @@ class GpuModelRunner:
         self._tp = tp
         self._sampler = Sampler()
         self._kernels = list_group_kernels(cache, kernels)
-        sizes = list_graph_sizes(limits.max_num_seqs) if limits.has_graphs else ()
+        decode_sizes = list_graph_sizes(limits.max_num_seqs) if limits.pads_decodes else ()
+        self.prompt_sizes: tuple[PromptSize, ...] = ()
+        if limits.pads_prompts:
+            self.prompt_sizes = list_prompt_sizes(
+                limits.max_num_seqs, limits.max_num_batched_tokens
+            )
         self._input_batch = GpuInputBatch(
             limits.max_num_seqs,
             limits.max_model_len,
             limits.max_num_batched_tokens,
             cache.geometries,
             device,
-            decode_sizes=sizes,
+            decode_sizes=decode_sizes,
+            prompt_sizes=self.prompt_sizes,
         )
-        self._graphs = DecodeGraphs(self.run_decode, sizes)
-        self._prompts = make_prompt_graphs(self.run_forward, cache.geometries, limits, device)
+        self._has_graphs = limits.has_graphs
+        self._decodes = StepGraphs(self.run_decode, decode_sizes, "decode steps")
+        self._prompts = StepGraphs(self.run_prompts, self.prompt_sizes, "steps with prompts")
 
     @property
     def num_graphs(self) -> int:
         """Graphs that there are, or will be."""
-        return len(self._graphs.sizes) + (0 if self._prompts is None else len(self._prompts.sizes))
+        return len(self._decodes.sizes) + len(self._prompts.sizes) if self._has_graphs else 0
 
     @torch.inference_mode()
     def capture(self, *, only_largest: bool = False) -> None:
         """Capture the graphs, or of each kind the largest alone, for measuring."""
+        if not self._has_graphs:
+            return
         pool = torch.cuda.graph_pool_handle()
-        if self._prompts is not None:
-            self._prompts.capture(pool, only_largest=only_largest)
-        if self._graphs.sizes:
-            self._graphs.capture(pool, only_largest=only_largest)
+        self._prompts.capture(pool, only_largest=only_largest)
+        self._decodes.capture(pool, only_largest=only_largest)
 
     def run_decode(self, num_rows: int) -> Tensor:
         """Queue a decode step of the rows in the input batch's columns; [rows, E]."""
         self._input_batch.prepare_decode(num_rows)
         return self.run_forward(self._input_batch.view_decode(num_rows))
+
+    def run_prompts(self, size: PromptSize) -> Tensor:
+        """Queue the padded step with prompts that was sent last; [tokens of the size, E]."""
+        self._input_batch.prepare_prompts(size)
+        return self.run_forward(self._input_batch.view_prompts(size))
 
     def run_forward(self, batch: ForwardBatch) -> Tensor:
         """Queue one forward pass; [T, E]."""
@@ -134,15 +147,10 @@ class GpuModelRunner:
         )
 
     def _run_step(self, step: StepInput) -> Tensor:
-        if not step.is_decode:
-            size = None if self._prompts is None else self._prompts.find_size(step.batch)
-            if self._prompts is None or size is None:
-                return self.run_forward(step.batch)
-            return self._prompts.replay(step.batch, size)
-        num_rows = len(step.batch.input_ids)
-        if num_rows in self._graphs:
-            return self._graphs.replay(num_rows)
-        return self.run_decode(num_rows)
+        if step.is_decode:
+            return self._decodes.run(len(step.batch.input_ids))
+        size = self._input_batch.prompt_size
+        return self.run_forward(step.batch) if size is None else self._prompts.run(size)
 
     def _sample(
         self, step: StepInput, hidden_TE: Tensor, token_masks: Mapping[int, bytes]
@@ -169,22 +177,6 @@ class GpuModelRunner:
             next_ids = self._tp.broadcast(next_ids.clone())
         self._input_batch.advance(rows, next_ids)
         return samples
-
-
-def make_prompt_graphs(
-    run: Callable[[ForwardBatch], Tensor],
-    geometries: Sequence[GroupGeometry],
-    limits: RunnerLimits,
-    device: torch.device,
-) -> PromptGraphs | None:
-    """Return the graphs of small steps with prompts, or None where there are none."""
-    if not limits.has_prompt_graphs:
-        return None
-    sizes = list_prompt_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
-    if not sizes:
-        return None
-    max_len = min(limits.max_model_len, MAX_SEQ_LEN)
-    return PromptGraphs(run, PromptBuffers(sizes, max_len, geometries, device), sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

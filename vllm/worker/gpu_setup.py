@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm import envs
 from vllm._custom_ops.triton.table import register_triton_ops
 from vllm.attention.backends.table import load_backend
 from vllm.config import EngineConfig
@@ -39,7 +38,11 @@ def set_up_device(index: int) -> torch.device:
 
 
 def read_limits(config: EngineConfig, layers: LayerSetup) -> RunnerLimits:
-    """Return what a step may hold; graphs only where every layer's kernel can be captured."""
+    """Return what a step may hold.
+
+    Steps are padded where every layer's kernel knows padding, and captured where none waits for the
+    device; --enforce-eager captures nothing, but pads alike.
+    """
     scheduler = config.scheduler_config
     kernels = sorted(set(layers.kernel_names.values()))
     waiting = [name for name in kernels if not load_backend(name).is_capturable]
@@ -49,21 +52,13 @@ def read_limits(config: EngineConfig, layers: LayerSetup) -> RunnerLimits:
             f"attention kernel {', '.join(waiting)} waits for the device, so that decode steps run "
             "without CUDA graphs, many times slower; name another kernel, or let the engine choose",
         )
-    has_graphs = not (config.model_config.enforce_eager or waiting)
-    has_prompt_graphs = has_graphs and set(kernels) <= {"triton"}
-    if envs.VLLM_GRAPH_PROMPTS and not has_prompt_graphs:
-        warn_once(
-            logger,
-            "VLLM_GRAPH_PROMPTS has no effect: steps with prompts are captured where every "
-            "attention layer has the kernel triton and --enforce-eager is not given; this model "
-            f"has {', '.join(kernels)}",
-        )
     return RunnerLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        has_graphs=has_graphs,
-        has_prompt_graphs=envs.VLLM_GRAPH_PROMPTS and has_prompt_graphs,
+        has_graphs=not (config.model_config.enforce_eager or waiting),
+        pads_decodes=not waiting,
+        pads_prompts=set(kernels) <= {"triton"},  # others want each prompt's length on the host
     )
 
 

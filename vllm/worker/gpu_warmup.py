@@ -74,6 +74,8 @@ def compile_ahead(
     with note_kernels() as notes:
         for new_lens, computed_lens in list_steps(limits):
             runner.run_forward(make_step(new_lens, computed_lens, geometries, device=device))
+        for size in runner.prompt_sizes:
+            runner.run_prompts(size)
         for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
             model.compute_logits(runner.run_decode(num_rows))
     logger.info(

@@ -57,7 +57,8 @@ class PagedAttention:
             [T, H, D], dtype of the query.
         """
         name = layer_impl or rank_kernels(query_THD.device.type)[0]
-        out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        make = torch.zeros_like if batch.has_spare_tokens else torch.empty_like
+        out_THD = make(query_THD, memory_format=torch.contiguous_format)
         plan = plans.get((cache.group, name))
         load_backend(name).forward(
             out_THD,

@@ -117,7 +117,7 @@ class GatedDeltaNet(nn.Module):
         keys, values, heads = self._keys, self._values, self._num_heads
         qkv, z, b, a = self.in_proj(x_TE).split((2 * keys + values, values, heads, heads), dim=-1)
         q, k, v = self.conv(qkv, conv_state, rows).split((keys, keys, values), dim=-1)
-        out_TC = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        out_TC = rows.make_like(z)
         key_size, value_size = self._sizes.key_size, self._sizes.value_size
         q, k = (t.unflatten(-1, (-1, key_size)) for t in (q, k))
         out, v, gate = (t.unflatten(-1, (-1, value_size)) for t in (out_TC, v, z))

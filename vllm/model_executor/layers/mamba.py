@@ -127,7 +127,7 @@ class Mamba2Mixer(PackedModule):
         parts = (inner, inner + 2 * shared, self._num_heads)
         gate_TC, xbc_TC, dt_TH = self.in_proj(x_TE).split(parts, dim=-1)
         x, b, c = self.conv(xbc_TC, conv_state, rows).split((inner, shared, shared), dim=-1)
-        out_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out_TC = rows.make_like(x)
         out, x = (t.unflatten(-1, (-1, sizes.head_size)) for t in (out_TC, x))
         b, c = (t.unflatten(-1, (-1, sizes.state_size)) for t in (b, c))
         a_log, skip, dt_bias = map(self.heads.vector, ("A_log", "D", "dt_bias"))

@@ -48,11 +48,18 @@ class StateRows:
         fields: views of the layer's cache fields, [units, ...], in the order of its spec.
         single: on a GPU the rows of one token, which step ops serve in few launches; or None.
         others: all other rows, with tokens before the step; None if there are none.
+        has_spare_tokens: see ForwardBatch.
     """
 
     fields: tuple[Tensor, ...]
     single: RowArguments | None
     others: RowArguments | None
+    has_spare_tokens: bool = False
+
+    def make_like(self, x_TC: Tensor) -> Tensor:
+        """Return memory for what the ops write of each token, zero where they will not."""
+        make = torch.zeros if self.has_spare_tokens else torch.empty
+        return make(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
 
     @staticmethod
     def read(layer: int, batch: ForwardBatch, attention: AttentionState) -> StateRows:
@@ -81,6 +88,7 @@ class StateRows:
                 if computed is None or num_single == num_rows
                 else (offsets[num_single:], bounds[num_single:], computed[num_single:])
             ),
+            has_spare_tokens=batch.has_spare_tokens,
         )
 
 
@@ -171,7 +179,7 @@ class CausalConv(nn.Module):
             out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         else:
             given_TC = before_TC * x_TC
-            conv_TC = torch.empty_like(given_TC)
+            conv_TC = rows.make_like(given_TC)
             self._convolve(conv_TC, given_TC, state, rows.others)
             out_TC = after_TC * conv_TC
         if rows.single is not None:
