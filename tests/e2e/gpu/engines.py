@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -71,10 +71,10 @@ def run_engine(model: Path, device: str, *, steps: int = 2, **flags: Any) -> Ite
         engine.shutdown()
 
 
-def make_prompts() -> list[list[int]]:
-    """Return prompts below, at and above the sizes of blocks, windows and steps."""
+def make_prompts(lens: Sequence[int] = PROMPT_LENS) -> list[list[int]]:
+    """Return prompts, if not told below, at and above the sizes of blocks, windows and steps."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lens]
 
 
 def generate(
@@ -82,19 +82,26 @@ def generate(
     prompts: Sequence[Sequence[int]],
     num_tokens: int = 16,
     sampling: RowSampling = GREEDY,
+    gap: int = 0,
 ) -> list[Answer]:
-    """Answer prompts, all at once."""
-    for i, prompt in enumerate(prompts):
-        request = SequenceRequest(
+    """Answer prompts, all at once or each so many steps after the one before."""
+    waiting = deque(
+        SequenceRequest(
             request_id=str(i),
             prompt_token_ids=list(prompt),
             sampling=sampling,
             n=1,
             max_tokens=num_tokens,
         )
-        engine.scheduler.add(request)
+        for i, prompt in enumerate(prompts)
+    )
     found: dict[int, Answer] = defaultdict(Answer)
-    while engine.has_work:
+    num_steps = 0
+    while waiting or engine.has_work:
+        num_new = 0 if gap and num_steps % gap else 1 if gap else len(waiting)
+        for _ in range(min(num_new, len(waiting))):
+            engine.scheduler.add(waiting.popleft())
+        num_steps += 1
         for result in engine.step():
             assert result.error is None
             answer = found[int(result.request_id)]

@@ -2,13 +2,14 @@
 
 float32: logprobs within 2e-3 and the same tokens but for near ties. bfloat16: as far from the CPU's
 float32 as the CPU's bfloat16 is, which differs by family: weights are rounded alike, sums are not.
-A step in a CUDA graph is the same bits as one that is not.
+A step in a CUDA graph is the same bits as one that is not, with prompts in it, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,22 @@ from tests.e2e.gpu.engines import (
 )
 from tests.e2e.gpu.families import NAMES, write_checkpoint
 from tests.e2e.gpu.rounding import check_rounding, measure_rounding
+from vllm.worker import gpu_input_batch
+from vllm.worker.prompt_size import PromptSize, find_prompt_size
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TOLERANCE = 2e-3
+PROMPT_STEPS: list[tuple[list[int], int]] = [
+    ([13], 0),
+    ([100, 300], 0),
+    ([13] * 30, 0),
+    ([300, 300], 0),
+    ([20, 33, 1, 150, 64, 90], 2),
+]
+"""Lengths of prompts, and how many steps after each other they come; 0 is all at once."""
 
 Run = Callable[..., list[Answer]]
 
@@ -71,6 +82,38 @@ def test_graph_equals_eager(run: Run, name: str) -> None:
     for a, b in zip(graph, eager, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == b.logprobs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graph_equals_eager_with_prompts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of every size: one prompt, some, many, the rests of cut ones, beside decode rows."""
+    sizes: list[PromptSize | None] = []
+
+    def find(*args: Any) -> PromptSize | None:
+        sizes.append(find_prompt_size(*args))
+        return sizes[-1]
+
+    monkeypatch.setattr(gpu_input_batch, "find_prompt_size", find)
+    directory = Path(write_checkpoint(name, tmp_path))
+    limits = {"max_model_len": 450, "max_num_seqs": 40, "max_num_batched_tokens": 512}
+    found = []
+    for enforce_eager in (False, True):
+        with run_engine(
+            directory, "cuda", dtype="bfloat16", enforce_eager=enforce_eager,
+            num_gpu_blocks_override=2000, enable_prefix_caching=False, **limits,
+        ) as engine:  # fmt: skip
+            sizes.clear()
+            answers = [
+                generate(engine, make_prompts(lens), 8, WITH_PROMPTS, gap)
+                for lens, gap in PROMPT_STEPS
+            ]
+            found.append((list(sizes), answers))
+    assert found[0] == found[1]
+    padded = [size for size in found[0][0] if size is not None]
+    assert {size.num_decode_rows for size in padded} == {0, 16}
+    assert {size.num_prompt_tokens for size in padded} >= {16, 128, 512}
 
 
 @pytest.mark.parametrize("name", NAMES)
