@@ -1,10 +1,10 @@
 """What the host of a GPU engine does: its start phase by phase, and a prompt's Python by function.
 
 Loads one shape with made-up weights, answers one short prompt, and says how long each phase took
-and which kernels were compiled. Then runs prompts one after the other, first without and then with
-Python's profiler.
+and which kernels were compiled. Then runs prompts one after the other: by their graphs, kernel by
+kernel, and without the padding of graphs; at last by graphs again, with Python's profiler.
 
-    python benchmarks/engine/gpu_host.py qwen3-next-small --prompts 20 --top 25
+    python benchmarks/engine/gpu_host.py qwen3-next-small --prompts 20 --top 25 --compare
 
 For a cold start point TRITON_CACHE_DIR at an empty folder. A prompt's host time is that of the
 runner's `submit`, which queues the step; its wall time has the kernels, too.
@@ -26,7 +26,8 @@ import random  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -37,7 +38,11 @@ from shapes import SHAPES, write_shape  # noqa: E402
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.worker.gpu_model_runner import GpuModelRunner  # noqa: E402
+from vllm.worker.memory import GIB  # noqa: E402
+
+FORMS = ("graphs", "kernel by kernel", "no padding")
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,7 +54,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top", type=int, default=25, help="functions that are shown")
     parser.add_argument("--events", action="store_true", help="show every compiled kernel")
     parser.add_argument("--ahead", action="store_true", help="compile kernels side by side")
-    parser.add_argument("--prompt-graphs", action="store_true", help="small prompts as graphs")
+    parser.add_argument("--compare", action="store_true", help="compare the forms of prompts")
     parser.add_argument("--profile-start", action="store_true", help="show the start by function")
     return parser.parse_args()
 
@@ -160,7 +165,7 @@ def time_submits() -> tuple[list[float], list[GpuModelRunner]]:
     """Return a list that gets the seconds of every step's `submit`, and one with its runner."""
     submits: list[float] = []
     runners: list[GpuModelRunner] = []
-    submit = GpuModelRunner.submit
+    submit, capture = GpuModelRunner.submit, GpuModelRunner.capture
 
     def timed(self: GpuModelRunner, plan: Any) -> Any:
         started_s = time.perf_counter()
@@ -169,31 +174,62 @@ def time_submits() -> tuple[list[float], list[GpuModelRunner]]:
         runners[:] = [self]
         return pending
 
+    def weighed(self: GpuModelRunner, *, only_largest: bool = False) -> None:
+        before, _ = torch.cuda.mem_get_info()
+        capture(self, only_largest=only_largest)
+        torch.cuda.synchronize()
+        after, _ = torch.cuda.mem_get_info()
+        which = "largest graphs" if only_largest else f"all {self.num_graphs} graphs"
+        print(f"{which} took {(before - after) / GIB:.3f} GiB of the device")
+
     GpuModelRunner.submit = timed  # type: ignore[method-assign]
+    GpuModelRunner.capture = weighed  # type: ignore[method-assign]
     return submits, runners
 
 
-def compare_graphs(llm: LLM, runner: GpuModelRunner, vocab: int) -> None:
-    """Print how far answers by prompt graphs agree with those of single launches."""
+@contextmanager
+def run_by(form: str, runner: GpuModelRunner) -> Iterator[None]:
+    """Run steps with prompts by their graphs, kernel by kernel, or without padding."""
+    graphs, batch = runner._prompts._graphs, runner._input_batch
+    sizes = batch._prompt_sizes
+    if form != "graphs":
+        runner._prompts._graphs = {}
+    if form == "no padding":
+        batch._prompt_sizes = ()
+    try:
+        yield
+    finally:
+        runner._prompts._graphs = graphs
+        batch._prompt_sizes = sizes
+
+
+def compare_forms(llm: LLM, runner: GpuModelRunner, vocab: int) -> None:
+    """Print how far answers by graphs agree with those of the same steps kernel by kernel."""
     rng = random.Random(1)
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
     params.detokenize = False
-    graphs = runner._prompts
-    for lens in ([13], [512], [100, 300], [700], [40] * 30, [*range(5, 200, 9)]):
+    for lens in ([13], [512], [100, 300], [700], [13] * 30, [*range(5, 200, 9)]):
         prompts = [
             TokensPrompt(prompt_token_ids=[rng.randrange(10, vocab - 10) for _ in range(n)])
             for n in lens
         ]
-        answers = []
-        for used in (graphs, None):
-            runner._prompts = used
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            answers.append([list(output.outputs[0].token_ids) for output in outputs])
-        runner._prompts = graphs
-        pairs = list(zip(*answers, strict=True))
-        firsts = sum(a[0] == b[0] for a, b in pairs)
-        alike = sum(a == b for a, b in pairs)
-        print(f"prompts {str(lens)[:40]}: of {len(lens)} {firsts} begin alike, {alike} are alike")
+        answers: list[list[list[Any]]] = []
+        for form in FORMS:
+            with run_by(form, runner):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([read_answer(output) for output in outputs])
+        same = [sum(a == b for a, b in zip(answers[0], other, strict=True)) for other in answers]
+        print(
+            f"prompts {str(lens)[:40]}: of {len(lens)} have the same logprobs kernel by kernel "
+            f"{same[1]}, without padding {same[2]}"
+        )
+
+
+def read_answer(output: RequestOutput) -> list[Any]:
+    """Return the tokens of an answer and their logprobs."""
+    best = output.outputs[0]
+    assert best.logprobs is not None
+    return [list(best.token_ids), [{i: e.logprob for i, e in d.items()} for d in best.logprobs]]
 
 
 def make_engine(shape: str, folder: Path) -> LLM:
@@ -211,14 +247,14 @@ def make_engine(shape: str, folder: Path) -> LLM:
 
 
 def measure_prompts(
-    args: argparse.Namespace, answer: Callable[[int], float], submits: list[float]
+    args: argparse.Namespace, answer: Callable[[int], float], submits: list[float], form: str
 ) -> None:
     """Print what a prompt takes, and the host's part of it."""
     answer(args.tokens)
     submits.clear()
     walls = [answer(args.tokens) for _ in range(args.prompts)]
     print(
-        f"{args.shape}: a prompt of {args.tokens} tokens takes "
+        f"{args.shape}, {form}: a prompt of {args.tokens} tokens takes "
         f"{statistics.median(walls) * 1e3:.2f} ms, its submit "
         f"{statistics.median(submits) * 1e3:.2f} ms (least {min(submits) * 1e3:.2f})"
     )
@@ -229,7 +265,6 @@ def main() -> int:
     watch = Watch()
     args = parse_args()
     watch.note("imported")
-    os.environ["VLLM_GRAPH_PROMPTS"] = str(int(args.prompt_graphs))
     os.environ["VLLM_COMPILE_AHEAD"] = str(int(args.ahead))
     vocab = SHAPES[args.shape]["vocab_size"]
     rng = random.Random(0)
@@ -259,12 +294,11 @@ def main() -> int:
         if args.profile_start:
             show(profiler, args.top)
         measure_parts()
-        if args.prompt_graphs:
-            print("by graphs:", end=" ")
-            measure_prompts(args, answer, submits)
-            compare_graphs(llm, runners[0], vocab)
-            runners[0]._prompts = None
-        measure_prompts(args, answer, submits)
+        for form in FORMS:
+            with run_by(form, runners[0]):
+                measure_prompts(args, answer, submits, form)
+        if args.compare:
+            compare_forms(llm, runners[0], vocab)
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(args.prompts):

@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.machine import describe_machine, describe_versions
 from vllm import LLM, SamplingParams
 
+LONG_GAP_US = 3.0  # kernels of one graph wait less for each other
+
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
@@ -56,8 +58,27 @@ def add_up(events: list[Any]) -> dict[str, Any]:
         "kernel_us": round(sum(row["total_us"] for row in rows), 1),
         "span_us": round(spans[-1][1] - spans[0][0], 1) if spans else 0.0,
         "num_kernels": len(events),
+        **sum_gaps(spans),
         "kernels": rows,
     }
+
+
+def sum_gaps(spans: list[tuple[float, float]]) -> dict[str, float]:
+    """Return how long the GPU waited between kernels, short and long waits apart.
+
+    Args:
+        spans: begin and end of each kernel in microseconds, ascending.
+    """
+    short_us = long_us = 0.0
+    ended = spans[0][1] if spans else 0.0
+    for begin, end in spans:
+        gap = max(0.0, begin - ended)
+        if gap < LONG_GAP_US:
+            short_us += gap
+        else:
+            long_us += gap
+        ended = max(ended, end)
+    return {"short_gaps_us": round(short_us, 1), "long_gaps_us": round(long_us, 1)}
 
 
 def write_json(path: Path, works: list[dict[str, Any]]) -> None:
@@ -87,12 +108,17 @@ def report(result: dict[str, Any], num_out: int, top: int) -> None:
         for row in both["kernels"]
     ]
     rest.sort(key=lambda row: -row["total_us"])
+    short_ms, long_ms = (
+        (both[key] - prompts[key]) / steps / 1e3 for key in ("short_gaps_us", "long_gaps_us")
+    )
     print(
         f"{result['shape']} {result['work']}: {result['seconds']:.3f} s unprofiled; "
         f"prompts: kernels {prompts['kernel_us'] / 1e3:.2f} of {prompts['span_us'] / 1e3:.2f} ms; "
         f"a decode step: "
         f"kernels {(both['kernel_us'] - prompts['kernel_us']) / steps / 1e3:.3f} of "
-        f"{(both['span_us'] - prompts['span_us']) / steps / 1e3:.3f} ms"
+        f"{(both['span_us'] - prompts['span_us']) / steps / 1e3:.3f} ms, "
+        f"{(both['num_kernels'] - prompts['num_kernels']) / steps:.0f} of them, "
+        f"{short_ms:.3f} ms in gaps below {LONG_GAP_US:.0f} us, {long_ms:.3f} in longer ones"
     )
     for name, rows in (("prompts", prompts["kernels"]), ("step", rest)):
         for row in rows[:top]:
