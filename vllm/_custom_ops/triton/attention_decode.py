@@ -133,10 +133,10 @@ def _decode_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """One (split, KV head with BLOCK_M pairs of new token and query head, row)."""
-    let_next_start(OVERLAPS)
     IS_DECODE: tl.constexpr = rows is None
     split, head_tile, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     row, token, query_len, seq_len = _read_row(index, rows, cu_query_lens, seq_lens)
     kv_head, pair = head_tile // tiles_per_kv_head, head_tile % tiles_per_kv_head * BLOCK_M
     if IS_DECODE & (query_len != 1) | (pair >= query_len * GROUP):

@@ -28,8 +28,8 @@ def _tokens_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = row < num_rows
     index = tl.load(row_indices + row * stride, mask=is_in, other=-1)
@@ -60,8 +60,8 @@ def _group_kernel(
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     index = tl.load(row_indices + row * row_stride)

@@ -190,8 +190,8 @@ def _conv_walk_kernel(
     BLOCK: tl.constexpr,
 ):
     """Walk over the few tokens of a row for BLOCK channels, then move its state."""
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channels < num_channels
     row = tl.program_id(1)

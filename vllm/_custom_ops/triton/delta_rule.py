@@ -109,8 +109,8 @@ def _delta_step_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Walk over a row's tokens with the state of one head, BLOCK_V of its columns, in registers."""
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     head = tl.program_id(1)
     row = tl.program_id(2)
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)

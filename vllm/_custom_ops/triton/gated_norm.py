@@ -38,7 +38,6 @@ def _gated_norm_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Norm GROUPS groups of SIZE channels; they are numbered token by token."""
-    let_next_start(OVERLAPS)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     token = (group // groups_per_token).to(tl.int64)[:, None]
     of_token = (group % groups_per_token)[:, None]
@@ -47,6 +46,7 @@ def _gated_norm_kernel(
     column = of_token * SIZE + channel
     scale = tl.load(weight + of_token * WEIGHT_STRIDE + channel, mask=mask, other=0.0)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     value = tl.load(x + token * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(gate + token * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     factor = factor / (1.0 + tl.exp(-factor))

@@ -65,11 +65,11 @@ def _latent_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """One (token, its queries or its row)."""
-    let_next_start(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, ROPE // 2)
     part = tl.arange(0, ROPE)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     angles = cos_sin + tl.load(positions + token) * cos_sin_stride
     cosine, sine = tl.load(angles + half), tl.load(angles + ROPE // 2 + half)
     if tl.program_id(1) == 0:

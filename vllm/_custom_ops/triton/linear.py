@@ -124,7 +124,6 @@ def _skinny_kernel(
     PREFETCHES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
     tile, split = tl.program_id(0), tl.program_id(1)
     rows_T, rows_N = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(rows_N, N - 1)  # those outside are read again and not stored
@@ -138,14 +137,14 @@ def _skinny_kernel(
     if IS_VECTOR:
         gate, up = multiply_row(
             x, weight, rows, rows + N, first, end, K, IS_GATED, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
-            ahead, PREFETCHES,
         )  # fmt: skip
     else:
         starts = rows_T.to(tl.int64) * x_stride
         gate, up = multiply_tile(
             x, starts, rows_T < num_rows, weight, rows, rows + N, first, end, K,
-            IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, ahead, PREFETCHES,
+            IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+    let_next_start(OVERLAPS)  # not before: its prefetched weights would be driven out by these
     is_in = (rows_T < num_rows)[:, None] & (rows_N < N)[None, :]
     if parts is None:
         _store_result(

@@ -77,7 +77,6 @@ def _mamba_step_kernel(
     `a` is A, or its A_log for the step op (IS_AFTER). While the kernel before runs, the state is
     fetched in LINES lines; should the offset be of another step, nothing is lost but the time.
     """
-    let_next_start(OVERLAPS)
     head = tl.program_id(1)
     row = tl.program_id(2)
     if LINES:
@@ -86,6 +85,7 @@ def _mamba_step_kernel(
         lines += tl.program_id(0) * (BLOCK_P * STATE)
         prefetch_lines(lines + tl.arange(0, LINES) * (BLOCK_P * STATE // LINES), OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     begin, end, computed = load_row(row, cu_query_lens, lens, IS_AFTER)
     if begin >= end:
         return

@@ -118,8 +118,8 @@ def _grouped_kernel(
 
     `x_tiles` is a descriptor of `x` or None.
     """
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     block = tl.program_id(1)
     expert = tl.load(block_experts + block)
     if expert >= 0:

@@ -113,8 +113,8 @@ def _sum_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_in = columns < N

@@ -198,8 +198,8 @@ def _count_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Count each group of pairs; the last program lays out. One alone places the pairs too."""
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     group, num_groups = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, EXPERTS)
     counts = _count(ids, group * GROUP_PAIRS, num_pairs, num_experts, EXPERTS, GROUP_PAIRS)
@@ -254,8 +254,8 @@ def _place_kernel(
     CHUNK_PAIRS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     group = tl.program_id(0)
     starts = tl.load(bases + group * EXPERTS + tl.arange(0, EXPERTS))
     _place(

@@ -91,8 +91,8 @@ def _single_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Multiply one pair's row; where `total` is given, the last pair of a token adds them up."""
-    let_next_start(OVERLAPS)
     await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     pair, tile = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + pair)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,13 +1,15 @@
 """Kernels that begin while the one before still runs: programmatic dependent launch. Triton.
 
 Called by the kernels of a decode step, whose way in and out would else cost as much as a small
-kernel's work. A kernel calls `let_next_start` first of all, may then prefetch what no kernel of a
-step writes (weights), and calls `await_inputs` on every path before it reads or writes anything
-else: only then the results of all kernels before it are seen, and whoever waits for this kernel has
-waited for those too. It is launched with `OVERLAPS=overlaps(device), launch_pdl=overlaps(device)`.
-Where devices cannot overlap, nothing of it is compiled.
+kernel's work. A kernel may first prefetch what no kernel of a step writes (weights). It calls
+`await_inputs` on every path before it reads or writes anything else: only then the results of all
+kernels before it are seen, and whoever waits for this kernel has waited for those too. After that,
+not before, it calls `let_next_start`, so that one kernel waits at a time; a product calls it when
+it has read its weight, which would else drive out what the next one prefetches. Launched with
+`OVERLAPS=overlaps(device), launch_pdl=overlaps(device)`. Where devices cannot overlap, nothing of
+it is compiled.
 
-Off unless VLLM_OVERLAP_KERNELS is set: compiled and read as PTX, but not yet measured on a GPU.
+Off unless VLLM_OVERLAP_KERNELS is set.
 
 Source: the PTX manual, `griddepcontrol`, `prefetch` and `cp.async.bulk.prefetch`.
 """
@@ -39,7 +41,7 @@ def overlaps(device: torch.device) -> bool:
 
 @triton.jit
 def let_next_start(OVERLAPS: tl.constexpr):
-    """Let the next kernel take what room there is as soon as every program has said so."""
+    """Let the next kernel begin where there is room, as soon as every program has said so."""
     if OVERLAPS:
         gdc_launch_dependents()
 

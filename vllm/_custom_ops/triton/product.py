@@ -13,12 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm._custom_ops.triton.overlap import LINE_BYTES, prefetch_lines
 from vllm.errors import KernelError
 
 NUM_COUNTERS = 1 << 16
-
-_LINE_BITS = tl.constexpr(LINE_BYTES * 8)
 
 
 @functools.cache
@@ -56,16 +53,6 @@ def _load(places, columns, K, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_tile(weight, rows_N, first, end, K, BLOCK_K: tl.constexpr, PREFETCHES: tl.constexpr):
-    """Ask L2 for BLOCK_K columns of weight rows; columns from `end` on are the last one again."""
-    if PREFETCHES:
-        STEP: tl.constexpr = _LINE_BITS // weight.dtype.element_ty.primitive_bitwidth
-        columns = tl.minimum(first + tl.arange(0, BLOCK_K // STEP) * STEP, end - 1)
-        places = weight + rows_N[:, None].to(tl.int64) * K + columns[None, :]
-        prefetch_lines(places, PREFETCHES)
-
-
-@triton.jit
 def multiply_row(
     x,
     weight,
@@ -79,14 +66,11 @@ def multiply_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    ahead=0,
-    PREFETCHES: tl.constexpr = False,
 ):
     """Return the products of one row with weight rows `rows_N` and `up_rows_N`, each [1, N].
 
     No tensor cores: what bounds one row is how many loads are on their way. The row is loaded once
-    for each weight row, out of the nearest cache, so that it needs no change of layout. If
-    PREFETCHES, L2 has been asked for the first `ahead` columns and is asked for more on the way.
+    for each weight row, out of the nearest cache, so that it needs no change of layout.
     """
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = gate
@@ -96,9 +80,6 @@ def multiply_row(
     up_places = weight + up_rows_N[:, None].to(tl.int64) * K + lanes[None, :]
     for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         columns = k + lanes
-        _prefetch_tile(weight, rows_N, k + ahead, end, K, BLOCK_K, PREFETCHES)
-        if IS_GATED:
-            _prefetch_tile(weight, up_rows_N, k + ahead, end, K, BLOCK_K, PREFETCHES)
         x_NK = _load(x_places + k, columns, K, EVEN_K).to(tl.float32)
         gate += _load(places + k, columns, K, EVEN_K).to(tl.float32) * x_NK
         if IS_GATED:
@@ -132,14 +113,12 @@ def multiply_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ahead=0,
-    PREFETCHES: tl.constexpr = False,
 ):
     """Return the products of rows with weight rows `rows_N` and `up_rows_N`, each [M, N].
 
     `x_starts_M` (int64) says where in `x` each row starts; rows that are none (`is_row_M`) count as
     zero and are not read. If IS_SWAPPED, weight rows are the tensor cores' M, which is never less
-    than 64 on Hopper. `ahead` and PREFETCHES as in `multiply_row`.
+    than 64 on Hopper.
     """
     if IS_SWAPPED:
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -152,9 +131,6 @@ def multiply_tile(
     up_places = weight + up_rows_N[:, None].to(tl.int64) * K + lanes[None, :]
     for k in range(first, end, BLOCK_K):
         columns = k + lanes
-        _prefetch_tile(weight, rows_N, k + ahead, end, K, BLOCK_K, PREFETCHES)
-        if IS_GATED:
-            _prefetch_tile(weight, up_rows_N, k + ahead, end, K, BLOCK_K, PREFETCHES)
         if EVEN_K:
             x_MK = tl.load(x_places + k, mask=is_row_M[:, None], other=0.0)
         else:
