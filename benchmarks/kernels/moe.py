@@ -37,7 +37,7 @@ def _tile(
     stages: int,
     *,
     described: bool = True,
-    halves: bool = False,
+    small: int = 0,
 ) -> Tile:
     return Tile(
         block_m=m,
@@ -46,7 +46,7 @@ def _tile(
         num_warps=warps,
         num_stages=stages,
         has_descriptors=described,
-        has_halves=halves,
+        small_m=small,
     )
 
 
@@ -61,37 +61,23 @@ STRIPS = {
 }
 FEW_TILES = {
     "16x64x128": _tile(16, 64, 128, 4, 4, described=False),
-    "16x64x128 tma": _tile(16, 64, 128, 4, 4),
-    "16x32x256": _tile(16, 32, 256, 4, 4, described=False),
-    "16x32x256 tma": _tile(16, 32, 256, 4, 4),
     "16x128x128 tma": _tile(16, 128, 128, 4, 3),
-    "32x64x128 tma": _tile(32, 64, 128, 4, 4),
+    "32x64x128": _tile(32, 64, 128, 4, 4, described=False),
     "64x128x64 tma": _tile(64, 128, 64, 4, 4),
-}
-SCAN_TILES = {
-    "scan 16x64x128": _tile(16, 64, 128, 4, 4, described=False),
-    "scan 16x64x128 tma": _tile(16, 64, 128, 4, 4),
-    "scan 16x32x256": _tile(16, 32, 256, 4, 4, described=False),
-    "scan 16x32x256 tma": _tile(16, 32, 256, 4, 4),
-    "scan 16x128x128 tma": _tile(16, 128, 128, 4, 3),
-    "scan 32x64x128": _tile(32, 64, 128, 4, 4, described=False),
+    "64x128x64 small": _tile(64, 128, 64, 4, 4, described=False, small=16),
+    "64x128x64 tma small": _tile(64, 128, 64, 4, 4, small=16),
+    "64x64x128 small": _tile(64, 64, 128, 4, 3, described=False, small=16),
 }
 MANY_TILES = {
+    "64x128x64 w4 s4": _tile(64, 128, 64, 4, 4, described=False),
+    "64x128x64 w4 s4 tma small": _tile(64, 128, 64, 4, 4, small=16),
     "128x128x64 w8 s3": _tile(128, 128, 64, 8, 3, described=False),
     "128x256x64 w8 s3": _tile(128, 256, 64, 8, 3, described=False),
-    "128x256x64 w8 s4": _tile(128, 256, 64, 8, 4, described=False),
-    "128x128x64 w4 s3 tma": _tile(128, 128, 64, 4, 3),
-    "128x128x64 w8 s4 tma": _tile(128, 128, 64, 8, 4),
     "128x256x64 w8 s3 tma": _tile(128, 256, 64, 8, 3),
+    "128x256x64 w8 s3 tma small": _tile(128, 256, 64, 8, 3, small=64),
     "128x256x64 w8 s4 tma": _tile(128, 256, 64, 8, 4),
-    "128x256x64 w8 s3 tma halves": _tile(128, 256, 64, 8, 3, halves=True),
-    "128x256x64 w8 s4 tma halves": _tile(128, 256, 64, 8, 4, halves=True),
-    "256x128x64 w8 s3 tma halves": _tile(256, 128, 64, 8, 3, halves=True),
-    "64x128x64 w4 s4": _tile(64, 128, 64, 4, 4, described=False),
-    "64x128x64 w4 s4 tma": _tile(64, 128, 64, 4, 4),
-    "64x256x64 w8 s4 tma": _tile(64, 256, 64, 8, 4),
-    "64x256x64 w4 s3 tma": _tile(64, 256, 64, 4, 3),
-    "256x128x64 w8 s3 tma": _tile(256, 128, 64, 8, 3),
+    "128x256x64 w8 s4 tma small": _tile(128, 256, 64, 8, 4, small=64),
+    "256x128x64 w8 s3 tma small": _tile(256, 128, 64, 8, 3, small=128),
 }
 
 
@@ -135,7 +121,7 @@ def list_forms(num_tokens: int, num_chosen: int) -> dict[str, Strip | Tile]:
     """Return the forms that are measured for so many tokens."""
     if num_tokens >= MANY_TOKENS:
         return dict(MANY_TILES)
-    forms: dict[str, Strip | Tile] = {**FEW_TILES, **SCAN_TILES}
+    forms: dict[str, Strip | Tile] = {**FEW_TILES}
     if num_tokens * num_chosen <= MOST_SINGLE_PAIRS:
         forms.update(STRIPS)
     return forms
@@ -147,15 +133,12 @@ def bind_layer(
     weights: Tensor,
     ids: Tensor,
     form: Strip | Tile,
-    *,
-    is_scanned: bool = False,
 ) -> Callable[[], object]:
     """Return a call that runs a layer in one form."""
     out = torch.empty_like(x)
     if isinstance(form, Strip):
         return partial(moe.run_single, out, x, *products, weights, ids, form)
-    run = moe.run_scanned if is_scanned else moe.run_grouped
-    return partial(run, out, x, *products, weights, ids, form)
+    return partial(moe.run_grouped, out, x, *products, weights, ids, form)
 
 
 def measure_parts(
@@ -187,10 +170,9 @@ def report(
     ids = ids.int()
     num_elements = 3 * mixture.hidden * mixture.inner
     least_us = ids.unique().numel() * num_elements * 2 / copy_rate * 1e6
-    chosen = (choose_strip(), choose_tile(ids.numel() / mixture.num_experts))
+    chosen = (choose_strip(ids.numel()), choose_tile(ids.numel() / mixture.num_experts, x.device))
     for name, form in list_forms(num_tokens, mixture.num_chosen).items():
-        given, is_scanned = (x, weights, ids, form), name in SCAN_TILES
-        time_us = measure_us([bind_layer(p, *given, is_scanned=is_scanned) for p in products])
+        time_us = measure_us([bind_layer(p, x, weights, ids, form) for p in products])
         line = {
             "model": mixture.name,
             "tokens": num_tokens,

@@ -14,8 +14,6 @@ TRIED_FORMS = {
     "cudnn": "long prompts are padded for cuDNN",
     "expand": "latents of prompts that go on are expanded",
     "join": "what long prompts see is laid behind each other",
-    "scanned": "experts look for their few pairs, which are not sorted",
-    "shared": "an MLP beside the experts becomes some of them",
 }
 """What each does."""
 

@@ -106,7 +106,7 @@ def test_other_experts_equal_twin_of_few_tokens(num_tokens: int) -> None:
 
 
 def compute_by(runner: str, form: dict[str, Any], num_tokens: int, inner: int, k: int) -> None:
-    """Check a form of `moe.run_single`, `run_scanned` or `run_grouped`, chosen or not."""
+    """Check a form of `moe.run_single` or `moe.run_grouped`, chosen or not."""
     from vllm._custom_ops.triton import moe
     from vllm._custom_ops.triton.moe_product import Product
     from vllm._custom_ops.triton.moe_single import Strip
@@ -121,7 +121,7 @@ def compute_by(runner: str, form: dict[str, Any], num_tokens: int, inner: int, k
     torch.testing.assert_close(out.float(), compute(x, w13, w2, *routing), rtol=2e-2, atol=1e-2)
 
 
-def tile(m: int, n: int, k: int, warps: int, stages: int, **flags: bool) -> dict[str, Any]:
+def tile(m: int, n: int, k: int, warps: int, stages: int, **flags: int) -> dict[str, Any]:
     sizes = {"block_m": m, "block_n": n, "block_k": k, "num_warps": warps, "num_stages": stages}
     return sizes | flags
 
@@ -136,19 +136,13 @@ def tile(m: int, n: int, k: int, warps: int, stages: int, **flags: bool) -> dict
         (64, tile(16, 64, 128, 4, 4)),
         (512, tile(64, 256, 64, 8, 4)),
         (2048, tile(128, 256, 64, 8, 4)),
-        (2048, tile(128, 256, 64, 8, 3, has_halves=True)),
-        (4096, tile(256, 128, 64, 8, 3, has_halves=True)),
+        (2048, tile(128, 256, 64, 8, 3, small_m=64)),
+        (4096, tile(64, 128, 64, 4, 4, small_m=16)),
     ],
 )
 @pytest.mark.parametrize("inner, k", [(512, 8), (1408, 6)])
 def test_tiles_by_descriptors(num_tokens: int, form: dict[str, Any], inner: int, k: int) -> None:
     compute_by("run_grouped", form | {"has_descriptors": True}, num_tokens, inner, k)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 64, 128])
-@pytest.mark.parametrize("inner, k", [(512, 8), (1408, 6)])
-def test_experts_find_their_pairs(num_tokens: int, inner: int, k: int) -> None:
-    compute_by("run_scanned", tile(16, 64, 128, 4, 4), num_tokens, inner, k)
 
 
 @pytest.mark.parametrize("is_swapped", [False, True])

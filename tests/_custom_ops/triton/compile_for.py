@@ -35,6 +35,7 @@ from vllm._custom_ops.triton import (
     linear,
     linear_table,
     moe,
+    moe_grouped,
 )
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -108,7 +109,8 @@ CASES: dict[str, Callable[[], None]] = {
     "products, few, silu": partial(multiply, 512, 2048, activation="silu"),
     "products, wide, silu": partial(multiply, 18944, 2048, activation="silu"),
     "products, gelu": partial(multiply, 4096, 2048, activation="gelu_tanh"),
-    "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
+    "mixture, few tokens": partial(mix, 16, 6, 2048, 1408, num_tokens=1),
+    "mixture, four tokens": partial(mix, 40, 6, 2048, 1408, num_tokens=4),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
     "mixture, prompts": partial(mix, 8, 6, 2048, 1408, num_tokens=512),
     "rows of a step": prepare_rows,
@@ -158,7 +160,7 @@ def read_resources(cubin: bytes) -> dict[str, int]:
 def play_gpu(arch: int) -> None:
     """Let the host code choose what it chooses on such a GPU."""
     answers = {"is_hopper": arch >= 90, "count_processors": NUM_PROCESSORS[arch]}
-    for module in (attention_decode, attention_shape, linear):
+    for module in (attention_decode, attention_shape, linear, moe_grouped):
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, lambda _, answer=answers[name]: answer)
 

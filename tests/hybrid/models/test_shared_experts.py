@@ -11,7 +11,7 @@ from vllm._custom_ops import moe as moe_ops
 from vllm._custom_ops.naive import activation as naive_activation
 from vllm._custom_ops.naive import moe as naive
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers import fused_moe, shared_experts
 from vllm.model_executor.models import blocks
 from vllm.model_executor.models.blocks import BlockContext, MoeBlock, RopeSet
 from vllm.model_executor.models.deepseek_v2 import GroupedMoeBlock, GroupedMoeShape
@@ -73,22 +73,25 @@ def play_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fused_moe, blocks):
         monkeypatch.setattr(module, "is_built_on_gpu", lambda: True)
     monkeypatch.setattr(moe_ops, "choose_experts", naive.choose_experts)
-    monkeypatch.setattr(blocks, "add_gated", naive_activation.add_gated)
+    for module in (fused_moe, blocks):
+        monkeypatch.setattr(module, "add_gated", naive_activation.add_gated)
 
 
+@pytest.mark.parametrize("max_joined", [7, 6])
 @pytest.mark.parametrize(
     ("make", "num_shared", "has_gate"),
-    [(make_qwen, 1, True), (make_qwen, 2, True), (make_qwen, 1, False), (make_deepseek, 2, False)],
+    [(make_qwen, 1, True), (make_qwen, 2, True), (make_qwen, 2, False), (make_deepseek, 2, False)],
 )
 def test_shared_experts_equal_the_mlp(
-    monkeypatch: pytest.MonkeyPatch, make: type, num_shared: int, has_gate: bool
+    monkeypatch: pytest.MonkeyPatch, make: type, num_shared: int, has_gate: bool, max_joined: int
 ) -> None:
+    """Few tokens choose them, more are multiplied by them."""
     x = random_rows(7, HIDDEN, dtype=torch.float32, seed=50)
     apart = make(num_shared, has_gate)
     fill(apart)
     expected = apart(x)
     play_gpu(monkeypatch)
-    monkeypatch.setenv("VLLM_TRIED_FORMS", "shared")
+    monkeypatch.setattr(shared_experts, "MAX_JOINED_TOKENS", max_joined)
     block = make(num_shared, has_gate)
     fill(block)
     block.pack()
@@ -102,6 +105,7 @@ def test_gate_is_an_output_of_the_router(monkeypatch: pytest.MonkeyPatch) -> Non
     fill(apart)
     expected = apart(x)
     play_gpu(monkeypatch)
+    monkeypatch.setattr(fused_moe, "MAX_SHARED", 0)
     block = make_qwen(1, True)
     fill(block)
     block.pack()

@@ -13,7 +13,6 @@ from torch import Tensor
 from vllm._custom_ops.triton.moe_grouped import choose_tile, multiply_grouped
 from vllm._custom_ops.triton.moe_product import Product, sum_choices
 from vllm._custom_ops.triton.moe_routing import sort_pairs
-from vllm._custom_ops.triton.moe_scanned import MAX_PAIRS, multiply_scanned
 from vllm._custom_ops.triton.moe_single import (
     Strip,
     choose_strip,
@@ -22,14 +21,14 @@ from vllm._custom_ops.triton.moe_single import (
 )
 from vllm._custom_ops.triton.moe_tile import Tile
 from vllm.errors import ShapeError
-from vllm.utils.tried_forms import is_tried
 
-MAX_SINGLE_BYTES = 64 << 20
-"""Pairs are taken one by one as long as their experts' weights are no more.
+MAX_SINGLE_ROWS = 0.6
+"""Pairs are taken one by one as long as an expert has no more of them, if all have as many.
 
-One by one streams half as fast as in tiles but begins 15 us sooner. Measured on an H200 in
-microseconds, one by one and sorted: 50 MB of one token's experts 21.7 and 25.7, 104 MB 46.3 and
-37.9; of eight tokens 105 and 78, 244 and 143.
+One by one begins 10 us sooner, but reads an expert again for each of its pairs. Measured on an H200
+in microseconds, one by one and sorted, experts of 6 MB (8 of 64 for a token) and of 17 MB (6 of
+64): one token 19.5 and 23.4, 31.6 and 38.7; four tokens 49 and 57, 90 and 96; eight tokens 79 and
+78, 152 and 144.
 """
 
 MAX_PART_PAIRS = 3 << 15
@@ -122,13 +121,11 @@ def run_part(
 ) -> None:
     """Run so many tokens that what lies between the products fits in memory."""
     num_pairs = topk_ids.numel()
-    if is_single(num_pairs, inner, outer) and fits_counters(*out.shape):
-        run_single(out, x, inner, outer, topk_weights, topk_ids, choose_strip())
+    rows_per_expert, strip = num_pairs / inner.weight.shape[0], choose_strip(num_pairs)
+    if rows_per_expert <= MAX_SINGLE_ROWS and fits_counters(out.shape[0], out.shape[1], strip):
+        run_single(out, x, inner, outer, topk_weights, topk_ids, strip)
         return
-    tile = choose_tile(num_pairs / inner.weight.shape[0])
-    if num_pairs <= MAX_PAIRS and is_tried("scanned"):
-        run_scanned(out, x, inner, outer, topk_weights, topk_ids, tile)
-        return
+    tile = choose_tile(rows_per_expert, x.device)
     run_grouped(out, x, inner, outer, topk_weights, topk_ids, tile)
 
 
@@ -163,27 +160,6 @@ def run_grouped(
     hidden = multiply_grouped(inner, x, num_chosen, routing, tile, is_first=True)
     parts = multiply_grouped(outer, hidden, num_chosen, routing, tile, is_first=False)
     sum_choices(out, parts, topk_weights, topk_ids, num_experts)
-
-
-def run_scanned(
-    out: Tensor,
-    x: Tensor,
-    inner: Product,
-    outer: Product,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    tile: Tile,
-) -> None:
-    """Let experts look for their pairs, in a given form; benchmarks and tests choose it."""
-    hidden = multiply_scanned(inner, x, topk_ids, tile, is_first=True)
-    parts = multiply_scanned(outer, hidden, topk_ids, tile, is_first=False)
-    sum_choices(out, parts, topk_weights, topk_ids, inner.weight.shape[0])
-
-
-def is_single(num_pairs: int, inner: Product, outer: Product) -> bool:
-    """Whether pairs are few enough to be taken one by one."""
-    num_weights = inner.weight.stride(0) + outer.weight.stride(0)  # of an expert
-    return num_pairs * num_weights * inner.weight.itemsize <= MAX_SINGLE_BYTES
 
 
 def _check(

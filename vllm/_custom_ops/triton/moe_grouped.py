@@ -1,15 +1,17 @@
 """The rows of sorted (token, expert) pairs by their experts' matrices, in tiles. Triton.
 
-Called by `moe.py` for more pairs than `moe_single.py` and `moe_scanned.py` take.
+Called by `moe.py` for more pairs than `moe_single.py` takes.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vllm._custom_ops.triton.device import is_hopper
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.moe_product import Product
 from vllm._custom_ops.triton.moe_routing import Routing
@@ -19,18 +21,23 @@ from vllm.utils.math import cdiv
 
 _FEW_ROWS = (
     (16, Tile(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)),
-    (48, Tile(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4)),
-    (160, Tile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)),
+    (24, Tile(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4)),
+    (100, Tile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)),
 )
 _MANY_ROWS = Tile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
+_MANY_ROWS_ON_HOPPER = Tile(
+    block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, has_descriptors=True
+)
 
 
-def choose_tile(rows_per_expert: float) -> Tile:
+def choose_tile(rows_per_expert: float, device: torch.device) -> Tile:
     """Return how to multiply, by how many rows an expert has if all have as many.
 
-    `benchmarks/kernels/moe.py` measures other forms: larger tiles, by Hopper's copy engine.
+    What bounds products of many rows is how fast L2 brings them: a larger tile reads less, and only
+    Hopper's copy engine leaves it registers enough.
     """
-    return next((tile for most, tile in _FEW_ROWS if rows_per_expert <= most), _MANY_ROWS)
+    many = _MANY_ROWS_ON_HOPPER if is_hopper(device) else _MANY_ROWS
+    return next((tile for most, tile in _FEW_ROWS if rows_per_expert <= most), many)
 
 
 @triton.jit
@@ -108,7 +115,7 @@ def _grouped_kernel(
     IS_GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     PARTS: tl.constexpr,
-    HAS_HALVES: tl.constexpr,
+    SMALL_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,11 +132,11 @@ def _grouped_kernel(
     if expert >= 0:
         start = tl.load(block_starts + block)
         end = tl.load(ends + expert)
-        if HAS_HALVES and end - start <= BLOCK_M // 2:
+        if SMALL_M > 0 and end - start <= SMALL_M:
             _run_block(
                 out, x, weight, bias, order, expert, start, end, N, K, x_stride, expert_rows,
                 row_step, up_offset, num_chosen, alpha, limit, IS_FIRST, ACTIVATION, IS_GATED,
-                EVEN_K, PARTS, True, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                EVEN_K, PARTS, True, SMALL_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         elif x_tiles is None:
             _run_block(
@@ -190,7 +197,7 @@ def multiply_grouped(
         IS_GATED=product.is_gated,
         EVEN_K=k % block_k == 0,
         PARTS=parts,
-        HAS_HALVES=tile.has_halves,
+        SMALL_M=tile.small_m,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,

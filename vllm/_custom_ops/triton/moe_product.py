@@ -1,8 +1,8 @@
 """What one product of a mixture is, and what follows it. Triton.
 
-Used by `moe_single.py`, `moe_scanned.py` and `moe_grouped.py`, the forms of a product. Each pair's
-result is stored by itself; a token's results are added up in the order of its choices, in float32.
-Ids that are no expert's count for nothing.
+Used by `moe_single.py` and `moe_grouped.py`, the forms of a product. Each pair's result is stored
+by itself; a token's results are added up in the order of its choices, in float32. Ids that are no
+expert's count for nothing.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Called by `moe.py`. Nothing is read back by the host: tables are as long as the worst routing needs.
 Each group of pairs is counted by a program of its own, the last of them to arrive adds the counts
-up, and where the pairs go follows from the sums. Where there is one group, an atomic counter for
-each expert places the pairs: their order may differ from run to run, which changes no result, since
-a row's product does not depend on the rows beside it.
+up, and where the pairs of each group and expert begin follows from the sums. From there an atomic
+counter places them: their order within a group may differ from run to run, which changes no result,
+since a row's product does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from vllm.utils.math import cdiv, next_power
 
 _GROUP_PAIRS = 1024
 """Pairs that one program counts and places."""
-
-_MAX_MATCHES = 8192
-"""Pairs times experts that a program compares at a time."""
 
 _MAX_BASES = 4096
 """Groups times experts whose counts are added up at a time."""
@@ -98,7 +95,6 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
             num_experts,
             EXPERTS=experts,
             GROUP_PAIRS=_GROUP_PAIRS,
-            CHUNK_PAIRS=min(_GROUP_PAIRS, max(16, _MAX_MATCHES // experts)),
             OVERLAPS=is_overlapped,
             launch_pdl=is_overlapped,
             num_warps=8,
@@ -122,29 +118,13 @@ def _count(ids, first, num_pairs, num_experts, EXPERTS: tl.constexpr, PAIRS: tl.
 
 
 @triton.jit
-def _place(
-    ids,
-    order,
-    bases,
-    first,
-    num_pairs,
-    num_experts,
-    EXPERTS: tl.constexpr,
-    GROUP_PAIRS: tl.constexpr,
-    CHUNK_PAIRS: tl.constexpr,
-):
-    """Place a group of pairs; `bases` [EXPERTS] says where those of each expert begin."""
-    experts = tl.arange(0, EXPERTS)
-    for start in range(first, tl.minimum(first + GROUP_PAIRS, num_pairs), CHUNK_PAIRS):
-        pairs = start + tl.arange(0, CHUNK_PAIRS)
-        chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
-        is_valid = (chosen >= 0) & (chosen < num_experts)
-        is_match = (chosen[:, None] == experts[None, :]) & is_valid[:, None]
-        matches = is_match.to(tl.int32)
-        ranks = tl.cumsum(matches, 0) - 1
-        places = tl.sum(tl.where(is_match, bases[None, :] + ranks, 0), 1)
-        tl.store(order + places, pairs, mask=is_valid)
-        bases += tl.sum(matches, 0)
+def _place(ids, order, places, first, num_pairs, num_experts, PAIRS: tl.constexpr):
+    """Place a group of pairs; `places` [EXPERTS] says where the next of each expert goes."""
+    pairs = first + tl.arange(0, PAIRS)
+    chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+    is_valid = (chosen >= 0) & (chosen < num_experts)
+    place = tl.atomic_add(places + chosen, 1, mask=is_valid, sem="relaxed")
+    tl.store(order + place, pairs, mask=is_valid)
 
 
 @triton.jit
@@ -210,11 +190,7 @@ def _count_kernel(
         )  # fmt: skip
         tl.store(bases + experts, starts)
         tl.debug_barrier()  # other threads count on from there
-        pairs = tl.arange(0, GROUP_PAIRS)
-        chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
-        is_valid = (chosen >= 0) & (chosen < num_experts)
-        places = tl.atomic_add(bases + chosen, 1, mask=is_valid, sem="relaxed")
-        tl.store(order + places, pairs, mask=is_valid)
+        _place(ids, order, bases, 0, num_pairs, num_experts, GROUP_PAIRS)
     else:
         tl.store(bases + group * EXPERTS + experts, counts)
         if is_last_to_arrive(counters, num_groups):
@@ -251,14 +227,10 @@ def _place_kernel(
     num_experts,
     EXPERTS: tl.constexpr,
     GROUP_PAIRS: tl.constexpr,
-    CHUNK_PAIRS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     await_inputs(OVERLAPS)
     let_next_start(OVERLAPS)
     group = tl.program_id(0)
-    starts = tl.load(bases + group * EXPERTS + tl.arange(0, EXPERTS))
-    _place(
-        ids, order, starts, group * GROUP_PAIRS, num_pairs, num_experts,
-        EXPERTS, GROUP_PAIRS, CHUNK_PAIRS,
-    )  # fmt: skip
+    places = bases + group * EXPERTS
+    _place(ids, order, places, group * GROUP_PAIRS, num_pairs, num_experts, GROUP_PAIRS)

@@ -34,7 +34,7 @@ class Strip:
 
     Attributes:
         block_n: weight rows of a program, gate and up together.
-        block_k: elements of K that are on their way together.
+        block_k: elements of K that are on their way together, of two bytes each.
         num_stages: tiles that are on their way at once; 1 leaves it to the loads of one tile.
         is_vector: multiply without tensor cores.
         is_swapped: see `product.multiply_tile`.
@@ -48,12 +48,14 @@ class Strip:
     is_swapped: bool = False
 
 
-_STRIP = Strip(block_n=16, block_k=512, num_warps=4, num_stages=1, is_vector=True)
+_FEW_PAIRS = (10, Strip(block_n=64, block_k=128, num_warps=4, num_stages=4))
+_MORE_PAIRS = Strip(block_n=128, block_k=128, num_warps=4, num_stages=3, is_swapped=True)
 
 
-def choose_strip() -> Strip:
+def choose_strip(num_pairs: int) -> Strip:
     """Return how to multiply single pairs."""
-    return _STRIP
+    most, few = _FEW_PAIRS
+    return few if num_pairs <= most else _MORE_PAIRS
 
 
 @fast_launch
@@ -131,9 +133,9 @@ def _single_kernel(
             tl.store(places, sums.to(total.dtype.element_ty), mask=is_in)
 
 
-def fits_counters(num_tokens: int, num_outputs: int) -> bool:
+def fits_counters(num_tokens: int, num_outputs: int, strip: Strip) -> bool:
     """Whether `multiply_single` can add up the results of so many tokens."""
-    return num_tokens * cdiv(num_outputs, choose_strip().block_n) <= NUM_COUNTERS
+    return num_tokens * cdiv(num_outputs, strip.block_n) <= NUM_COUNTERS
 
 
 def multiply_single(
@@ -157,7 +159,7 @@ def multiply_single(
     num_experts, expert_rows, k = product.weight.shape
     n, num_pairs, num_chosen = product.num_outputs, ids_TK.numel(), ids_TK.shape[1]
     block_n = strip.block_n // 2 if product.is_gated else strip.block_n
-    block_k = min(strip.block_k, max(16, next_power(k)))
+    block_k = min(strip.block_k * 2 // x.element_size(), max(16, next_power(k)))
     out = x.new_empty(num_pairs, n)
     is_overlapped = overlaps(x.device)
     _single_kernel[(num_pairs, cdiv(n, block_n))](

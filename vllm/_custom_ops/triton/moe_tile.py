@@ -1,7 +1,7 @@
 """A tile of one expert's results: rows of tokens or pairs by rows of the expert's matrix. Triton.
 
-Used by `moe_grouped.py` and `moe_scanned.py`. Gate and up rows lie side by side in one operand, so
-that the tensor cores read the tokens' rows once for both.
+Used by `moe_grouped.py`. Gate and up rows lie side by side in one operand, so that the tensor cores
+read the tokens' rows once for both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tile:
         block_k: elements of K that are on their way together, of two bytes each.
         num_stages: tiles that are on their way at once.
         has_descriptors: whether the copy engine of Hopper brings what is not gathered.
-        has_halves: whether blocks of up to half as many pairs take about half as long.
+        small_m: blocks of up to so many pairs are multiplied in a tile of so many; 0 is none.
     """
 
     block_m: int
@@ -38,7 +38,7 @@ class Tile:
     num_warps: int
     num_stages: int
     has_descriptors: bool = False
-    has_halves: bool = False
+    small_m: int = 0
 
 
 @triton.jit

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops import moe as moe_ops
+from vllm._custom_ops.activation import add_gated
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.activation import make_gated_activation
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
-from vllm.utils.tried_forms import is_tried
 
 MAX_SHARED = 4
-"""Where it is tried, an MLP beside the experts becomes at most so many of them on a GPU.
+"""An MLP beside the experts becomes at most so many of them on a GPU.
 
-It saves five launches a layer, but takes the products of a prompt from torch's faster ones; those
-of Qwen3-Next and DeepSeek-V2 are 1 and 2.
+It saves five launches of a decode step a layer; those of Qwen3-Next and DeepSeek-V2 are 1 and 2.
 """
 
 
@@ -72,8 +72,8 @@ class FusedMoE(PackedModule):
         self.renormalize = renormalize
         self._tp = tp
         self.num_shared = 0
-        is_held = is_built_on_gpu() and is_tried("shared")
-        if is_held and shared_size % intermediate_size == 0:
+        self._activate = make_gated_activation(activation)
+        if is_built_on_gpu() and shared_size % intermediate_size == 0:
             num_shared = shared_size // intermediate_size
             self.num_shared = num_shared if num_shared <= MAX_SHARED else 0
         count = num_experts + self.num_shared
@@ -148,12 +148,14 @@ class FusedMoE(PackedModule):
         Args:
             x_TE: hidden states.
             weights_TK: float32 [T, k].
-            ids_TK: int32 [T, k]; those from N on are shared experts.
+            ids_TK: int32 [T, k]; those from N on are shared experts, which all tokens have or none.
         """
         w13 = self.w13 if x_TE.is_cuda else self.w13_packed
         w2 = self.w2 if x_TE.is_cuda else self.w2_packed
         if w13 is None or w2 is None:
             return self._run_unpacked(x_TE, weights_TK, ids_TK)
+        if self.num_shared and ids_TK.shape[1] == self.num_chosen:
+            w13, w2 = w13[: self.num_experts], w2[: self.num_experts]  # to be sorted by fewer
         out_TE = torch.empty_like(x_TE)
         moe_ops.fused_experts(
             out_TE,
@@ -166,6 +168,28 @@ class FusedMoE(PackedModule):
             self.activation,
         )
         return out_TE
+
+    def add_shared(self, out_TE: Tensor, x_TE: Tensor, gate_T1: Tensor | None) -> None:
+        """Add what the shared experts give to every token, by dense products.
+
+        Args:
+            out_TE: added to in place.
+            x_TE: hidden states.
+            gate_T1: its sigmoids weigh what is added; None weighs nothing.
+        """
+        assert self.w13 is not None and self.w2 is not None
+        count, first = self.num_shared, self.num_experts
+        gate_up_TR = F.linear(x_TE, self.w13[first:].flatten(0, 1))
+        inner_TSI = self._activate(gate_up_TR.unflatten(1, (count, -1)))
+        total_TE = out_TE if gate_T1 is None else None
+        for inner_TI, down_EI in zip(inner_TSI.unbind(1), self.w2[first:], strict=True):
+            if total_TE is None:
+                total_TE = F.linear(inner_TI, down_EI)
+            else:
+                total_TE.addmm_(inner_TI, down_EI.t())
+        if gate_T1 is not None:
+            assert total_TE is not None
+            add_gated(out_TE, total_TE, gate_T1)
 
     def _run_unpacked(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         assert self.w13 is not None and self.w2 is not None
