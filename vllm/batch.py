@@ -48,6 +48,8 @@ class ForwardBatch:
         new_lens_cpu, computed_lens_cpu: new and computed tokens of each row; both empty where
             whoever built the batch does not say, as for decode steps.
         computed_lens: the latter on the device, int32 [B]; None where it was not made.
+        kept_rows: like `logits_rows`, where the model gives no other hidden states: it leaves out
+            all other tokens as soon as no layer can need them. None: it gives those of all.
         has_spare_tokens: whether tokens may follow those of the last row. Kernels find rows by
             their bounds; what attention and states leave for a spare token is zero.
     """
@@ -64,6 +66,7 @@ class ForwardBatch:
     new_lens_cpu: tuple[int, ...] = ()
     computed_lens_cpu: tuple[int, ...] = ()
     computed_lens: Tensor | None = None
+    kept_rows: Tensor | None = None
     has_spare_tokens: bool = False
 
 

@@ -48,6 +48,8 @@ def test_bits_do_not_depend_on_chunks_or_batch(name: str, checkpoints: Checkpoin
         ):
             assert one.token_ids == other.token_ids
             assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+    kept = driver.step({10 + i: prompt for i, prompt in enumerate(prompts)}, keeps_rows=True)
+    assert all(torch.equal(one, other.logits[0]) for one, other in zip(kept, whole, strict=True))
     for index, prompt in enumerate(prompts):
         (alone,) = driver.generate([prompt], 8)
         assert alone.token_ids == whole[index].token_ids

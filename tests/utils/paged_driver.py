@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -116,22 +116,31 @@ class PagedDriver:
             group.free_blocks += blocks
 
     @torch.inference_mode()
-    def step(self, rows: Mapping[int, Sequence[int]], *, all_logits: bool = False) -> list[Tensor]:
+    def step(
+        self,
+        rows: Mapping[int, Sequence[int]],
+        *,
+        all_logits: bool = False,
+        keeps_rows: bool = False,
+    ) -> list[Tensor]:
         """Process the next tokens of some sequences in one batch.
 
         Args:
             rows: sequence number -> its next token ids; a new number starts a sequence.
             all_logits: return logits of every new token instead of the last one.
+            keeps_rows: have the model leave out what the logits do not need.
 
         Returns:
             For each row float32 logits, [vocab] or [new tokens, vocab].
         """
         batch = self._make_batch(rows, all_logits)
+        if keeps_rows:
+            batch = replace(batch, kept_rows=batch.logits_rows)
         attended = [i for i, group in enumerate(self._groups) if not group.is_state]
         plans = PagedAttention.plan(batch, [(index, self.kernel) for index in attended])
         attention = AttentionState(caches=self.caches, plans=plans)
         hidden = self.model.forward(batch, attention)
-        logits = self.model.compute_logits(hidden[batch.logits_rows])
+        logits = self.model.compute_logits(hidden if keeps_rows else hidden[batch.logits_rows])
         for number, tokens in rows.items():
             self._sequences[number].num_computed += len(tokens)
         if not all_logits:

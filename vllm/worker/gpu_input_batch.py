@@ -220,7 +220,8 @@ class GpuInputBatch(InputBatch):
             self._prompt_sizes, mixed.new_lens, mixed.computed_lens
         )
         if size is None:
-            return self._send_mixed(mixed)
+            has_logprobs = any(row.state.params.num_prompt_logprobs is not None for row in rows)
+            return self._send_mixed(mixed, needs_all_rows=has_logprobs)
         return self._send_padded(mixed, size)
 
     def _send_padded(self, mixed: MixedRows, size: PromptSize) -> ForwardBatch:
@@ -235,7 +236,7 @@ class GpuInputBatch(InputBatch):
         self._sampled_places = sent.sampled_rows
         return self._prompts.view(size, num_sampled)
 
-    def _send_mixed(self, mixed: MixedRows) -> ForwardBatch:
+    def _send_mixed(self, mixed: MixedRows, *, needs_all_rows: bool) -> ForwardBatch:
         self._first_tokens = mixed.bounds[:-1]
         sent = SentRows.read(self._ring.upload(mixed.list_sent()))
         self._sampled_places = sent.sampled_rows
@@ -257,6 +258,7 @@ class GpuInputBatch(InputBatch):
             new_lens_cpu=tuple(new_lens.tolist()),
             computed_lens_cpu=tuple(mixed.computed_lens.tolist()),
             computed_lens=sent.computed_lens.to(torch.int32),
+            kept_rows=None if needs_all_rows else sent.logits_rows,
         )
 
     def _send_changes(self) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.sampler import PendingSamples, Sampler, SampleRe
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
-from vllm.worker.cuda_graph import StepGraphs, list_graph_sizes
+from vllm.worker.cuda_graph import GraphPool, StepGraphs, list_graph_sizes
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import BatchRow, StepInput
 from vllm.worker.model_runner import list_group_kernels, make_outputs
@@ -100,7 +100,7 @@ class GpuModelRunner:
         """Capture the graphs, or of each kind the largest alone, for measuring."""
         if not self._has_graphs:
             return
-        pool = torch.cuda.graph_pool_handle()
+        pool = GraphPool.create()
         self._prompts.capture(pool, only_largest=only_largest)
         self._decodes.capture(pool, only_largest=only_largest)
 
@@ -157,9 +157,12 @@ class GpuModelRunner:
     ) -> PendingSamples:
         """Queue the choice of the tokens; the rows go on with them on the device."""
         num_sampled = len(step.sampled)
-        # Rows of padding come last in a decode step.
-        kept = slice(num_sampled) if step.is_decode else step.batch.logits_rows
-        hidden_LE = hidden_TE[kept]
+        if step.batch.kept_rows is not None:
+            hidden_LE = hidden_TE
+        elif step.is_decode:  # rows of padding come last
+            hidden_LE = hidden_TE[:num_sampled]
+        else:
+            hidden_LE = hidden_TE[step.batch.logits_rows]
         logits_LV = self._model.compute_logits(hidden_LE)
         rows = [step.rows[i] for i in step.sampled]
         requests = [

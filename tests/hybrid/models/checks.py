@@ -50,6 +50,8 @@ def check_ways_of_computing(
     assert torch.isfinite(whole).all()
     assert torch.equal(_run_in_chunks(driver, 1, prompt, 7), whole)
     assert torch.equal(_run_in_chunks(driver, 2, prompt, 1), whole)
+    last, _ = driver.step({6: prompt, 7: other}, keeps_rows=True)
+    assert torch.equal(last, whole[-1])
     driver.step({3: other[:13]})
     together = driver.step({3: other[13:], 4: prompt, 5: other}, all_logits=True)
     assert torch.equal(together[1], whole)

@@ -34,6 +34,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.shared_experts import append_gate, hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
+from vllm.model_executor.models.delta import Delta, add_and_norm
 from vllm.model_executor.models.heads import attend_heads
 from vllm.model_executor.models.shapes import (
     AttentionShape,
@@ -306,32 +307,6 @@ def build_mlp(
     return shape.build(layer, context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """What a part of a layer gives to the residual stream, still to be added.
-
-    Attributes:
-        x_TE: [T, E]; overwritten by what adds it.
-        norm: the norm that it has to pass before, or None.
-    """
-
-    x_TE: Tensor
-    norm: RMSNorm | None
-
-    def finish(self) -> Tensor:
-        """Return what is to be added."""
-        return self.x_TE if self.norm is None else self.norm.apply_in_place(self.x_TE)
-
-
-def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Tensor:
-    """Add `delta` to the residual stream in place and return the normed sum, [T, E]."""
-    if delta is None:
-        return norm(residual_TE)
-    if delta.norm is None:
-        return norm.add_and_norm(delta.x_TE, residual_TE)
-    return norm.norm_add_and_norm(delta.norm, delta.x_TE, residual_TE)
-
-
 class DecoderBlock(nn.Module):
     """One decoder layer around the residual stream.
 
@@ -383,10 +358,24 @@ class DecoderBlock(nn.Module):
         Returns:
             The layer's last contribution, still to be added, and the residual stream without it.
         """
+        return self.run_mlp(self.mix(delta, residual_TE, batch, attention), residual_TE)
+
+    def mix(
+        self,
+        delta: Delta | None,
+        residual_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+    ) -> Delta | None:
+        """Run what has tokens see each other; return its contribution."""
         if self.attention is not None and self.input_norm is not None:
             x_TE = add_and_norm(self.input_norm, delta, residual_TE)
             x_TE = self.attention(x_TE, batch, attention)
             delta = self._make_delta(x_TE, self.post_attention_norm)
+        return delta
+
+    def run_mlp(self, delta: Delta | None, residual_TE: Tensor) -> tuple[Delta | None, Tensor]:
+        """Run what takes each token for itself; see `forward`."""
         if self.mlp is not None and self.mlp_norm is not None:
             x_TE = self.mlp(add_and_norm(self.mlp_norm, delta, residual_TE))
             delta = self._make_delta(x_TE, self.post_mlp_norm)

@@ -24,13 +24,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.weight_place import PackedModule
-from vllm.model_executor.models.blocks import (
-    BlockContext,
-    DecoderBlock,
-    Delta,
-    RopeSet,
-    add_and_norm,
-)
+from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, RopeSet
+from vllm.model_executor.models.delta import Delta, add_and_norm
 from vllm.model_executor.models.fused_run import Stage, make_stages
 from vllm.model_executor.models.shapes import ModelShape
 from vllm.model_executor.models.weight_map import LoadReport, WeightRow, expand_rows, load_weights
@@ -147,9 +142,31 @@ class CausalLM(nn.Module, ABC):
         self._ropes.reserve(batch.max_seq_len)
         residual_TE = self.embed_tokens(batch.input_ids)
         delta: Delta | None = None
+        if batch.kept_rows is not None:
+            return self._forward_kept(residual_TE, batch, attention, batch.kept_rows)
         for stage in self.plan_stages():
             delta, residual_TE = stage(delta, residual_TE, batch, attention)
         return add_and_norm(self.norm, delta, residual_TE)
+
+    def _forward_kept(
+        self, residual_TE: Tensor, batch: ForwardBatch, attention: AttentionState, rows_L: Tensor
+    ) -> Tensor:
+        """Run the layers, and what follows the last mixer for some tokens only; [L, E].
+
+        That spares prompts the last MLP: 3 % of their time where there are 28 layers.
+        """
+        delta: Delta | None = None
+        last = max(i for i, block in enumerate(self.blocks) if block.attention is not None)
+        for block in self.blocks[:last]:
+            delta, residual_TE = block(delta, residual_TE, batch, attention)
+        delta = self.blocks[last].mix(delta, residual_TE, batch, attention)
+        residual_LE = residual_TE[rows_L]
+        if not len(rows_L):
+            return residual_LE
+        delta = None if delta is None else delta.keep(rows_L)
+        for block in self.blocks[last:]:
+            delta, residual_LE = block.run_mlp(delta, residual_LE)
+        return add_and_norm(self.norm, delta, residual_LE)
 
     def plan_stages(self) -> tuple[Stage, ...]:
         """Return what a step runs in turn; made anew when a layer is bound to another kernel."""

@@ -16,7 +16,8 @@ from vllm.batch import AttentionState, ForwardBatch, LayerCache
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models.blocks import AttentionBlock, DecoderBlock, Delta, MlpBlock
+from vllm.model_executor.models.blocks import AttentionBlock, DecoderBlock, MlpBlock
+from vllm.model_executor.models.delta import Delta
 
 FUSED_KERNEL = "cpu"
 

@@ -160,6 +160,8 @@ class Gemma3nForCausalLM(CausalLM):
         fresh: FreshRows = {}
         for layer, stage in enumerate(self._layer_stages):
             streams_ATE = stage(streams_ATE, inputs_TLP[:, layer], fresh, batch, attention)
+        if batch.kept_rows is not None:
+            streams_ATE = streams_ATE[:, batch.kept_rows]
         return self.norm(self.join.join(streams_ATE))
 
     def _make_layer_inputs(self, ids_T: Tensor, embeddings_TE: Tensor) -> Tensor:

@@ -49,7 +49,10 @@ class TextModel(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return the hidden states after the last norm, [T, hidden_size]."""
+        """Return the hidden states after the last norm, [T, hidden_size].
+
+        Where the batch names `kept_rows`, those of these tokens alone, [L, hidden_size].
+        """
         ...
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
