@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm._custom_ops.triton.rounding import round_to, silu
 from vllm._custom_ops.triton.state_rows import (
     ROW_TABLES,
     count_places,
@@ -22,8 +23,56 @@ from vllm._custom_ops.triton.state_rows import (
 from vllm.utils.math import cdiv
 
 _CHUNK = 16  # tokens of a program; at least TAPS - 1, so that a row's first chunk alone reads state
-_BLOCK = 256  # channels of a program, 8 for each thread of a warp: loads of 16 bytes
-_CHUNK_WARPS = 4
+_BLOCK_BYTES = 512  # of channels in a program of one warp: 16 bytes a thread, the widest load
+
+
+@triton.jit
+def load_window(state, channels, mask, state_stride, TAPS: tl.constexpr):
+    """Return the TAPS - 1 inputs that a state remembers, oldest first; zeros where masked."""
+    window = ()  # type: tuple[tl.tensor, ...]
+    for tap in tl.static_range(TAPS - 1):
+        value = tl.load(state + tap * state_stride + channels, mask=mask, other=0.0)
+        window = window + (value,)  # noqa: RUF005 - the compiler knows no stars
+    return window
+
+
+@triton.jit
+def load_filter(
+    weight, bias, channels, is_channel, weight_stride, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Return the taps of each channel in float32, and its bias behind them."""
+    numbers = ()  # type: tuple[tl.tensor, ...]
+    for tap in tl.static_range(TAPS):
+        factor = tl.load(weight + tap * weight_stride + channels, mask=is_channel, other=0.0)
+        numbers = numbers + (factor.to(tl.float32),)  # noqa: RUF005
+    if HAS_BIAS:
+        added = tl.load(bias + channels, mask=is_channel, other=0.0)
+        numbers = numbers + (added.to(tl.float32),)  # noqa: RUF005
+    return numbers
+
+
+@triton.jit
+def convolve(
+    inputs,
+    numbers,
+    FIRST: tl.constexpr,
+    TAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+):
+    """Return the sum over TAPS of `inputs` from FIRST on, with bias and activation.
+
+    Rounded after each to the type of the inputs. `numbers` are those of `load_filter`.
+    """
+    dtype: tl.constexpr = inputs[FIRST].dtype
+    total = inputs[FIRST].to(tl.float32) * numbers[0]
+    for tap in tl.static_range(1, TAPS):
+        total += inputs[FIRST + tap].to(tl.float32) * numbers[tap]
+    if HAS_BIAS:
+        total += numbers[TAPS]
+    if HAS_SILU:
+        total = silu(round_to(total, dtype))
+    return total.to(dtype)
 
 
 @triton.jit
@@ -31,70 +80,21 @@ def _load_input(
     token,
     begin,
     x,
-    gate,
     state,
     channels,
     is_channel,
     x_stride,
-    gate_stride,
     state_stride,
     has_state,
-    HAS_GATE: tl.constexpr,
     TAPS: tl.constexpr,
 ):
     """Return the input `token` of a row; before its first token, what the state remembers."""
     is_new = token >= begin
-    place = tl.cast(token, tl.int64)
-    fresh = tl.load(x + place * x_stride + channels, mask=is_channel & is_new, other=0.0)
-    if HAS_GATE:
-        factor = tl.load(gate + place * gate_stride + channels, mask=is_channel & is_new, other=0.0)
-        fresh = (fresh.to(tl.float32) * factor.to(tl.float32)).to(x.dtype.element_ty)
-    old = tl.load(
-        state + (token - begin + TAPS - 1) * state_stride + channels,
-        mask=is_channel & (token < begin) & has_state,
-        other=0.0,
-    )
+    fresh = x + tl.cast(token, tl.int64) * x_stride + channels
+    fresh = tl.load(fresh, mask=is_channel & is_new, other=0.0)
+    old = state + (token - begin + TAPS - 1) * state_stride + channels
+    old = tl.load(old, mask=is_channel & (token < begin) & has_state, other=0.0)
     return tl.where(is_new, fresh, old)
-
-
-@triton.jit
-def _finish(
-    total, bias, channels, is_channel, dtype, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr
-):
-    """Return sums with bias and activation, rounded after each."""
-    if HAS_BIAS:
-        total += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)
-    result = total.to(dtype)
-    if HAS_SILU:
-        total = result.to(tl.float32)
-        result = (total / (1.0 + tl.exp(-total))).to(dtype)
-    return result
-
-
-@triton.jit
-def _move_state(
-    end,
-    begin,
-    x,
-    gate,
-    state,
-    channels,
-    is_channel,
-    x_stride,
-    gate_stride,
-    state_stride,
-    has_state,
-    HAS_GATE: tl.constexpr,
-    TAPS: tl.constexpr,
-):
-    """Overwrite a row's state with its last inputs."""
-    for tap in tl.static_range(TAPS - 1):  # upwards: what is read lies above what is written
-        value = _load_input(
-            end - (TAPS - 1) + tap, begin, x, gate, state, channels, is_channel,
-            x_stride, gate_stride, state_stride, has_state, HAS_GATE, TAPS,
-        )  # fmt: skip
-        tl.debug_barrier()  # all threads have read before one overwrites
-        tl.store(state + tap * state_stride + channels, value, mask=is_channel)
 
 
 @fast_launch
@@ -124,39 +124,41 @@ def _conv_chunk_kernel(
 ):
     """Convolve BLOCK channels of CHUNK tokens of a row; a row's first program moves its state.
 
-    Only a row's first chunk reads the old state, since CHUNK is at least TAPS - 1. Every input is
-    loaded once for each tap, all but the first time from the nearest cache.
+    Only a row's first chunk reads the old state, since CHUNK is at least TAPS - 1. All inputs are
+    asked for before the first is waited for, each once, and lie in registers.
     """
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channels < num_channels
+    numbers = load_filter(weight, bias, channels, is_channel, weight_stride, TAPS, HAS_BIAS)
     row, chunk = find_row(tl.program_id(1), cu_query_lens, num_rows, CHUNK)
     begin, end, computed = load_row(row, cu_query_lens, num_computed, False)
     first = begin + chunk * CHUNK
     if first >= end:
         return
     state += tl.load(state_offsets + row * offset_stride).to(tl.int64) * unit_stride
-    tokens = first + tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK, BLOCK], tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = tokens - (TAPS - 1) + tap
-        places = source.to(tl.int64)[:, None] * x_stride + channels[None, :]
-        is_new = (source >= begin) & (source < end)
-        value = tl.load(x + places, mask=is_new[:, None] & is_channel[None, :], other=0.0)
-        if chunk == 0:
-            before = (source - begin + TAPS - 1)[:, None] * state_stride + channels[None, :]
-            is_old = (source < begin) & (computed > 0)
-            value += tl.load(state + before, mask=is_old[:, None] & is_channel[None, :], other=0.0)
-        factor = tl.load(weight + tap * weight_stride + channels, mask=is_channel, other=0.0)
-        total += value.to(tl.float32) * factor.to(tl.float32)[None, :]
-    result = _finish(total, bias, channels, is_channel, out.dtype.element_ty, HAS_BIAS, HAS_SILU)
-    places = tokens.to(tl.int64)[:, None] * out_stride + channels[None, :]
-    tl.store(out + places, result, mask=(tokens < end)[:, None] & is_channel[None, :])
-    if chunk == 0:
-        tl.debug_barrier()  # all threads have read the state
-        _move_state(
-            end, begin, x, x, state, channels, is_channel, x_stride, x_stride, state_stride,
-            computed > 0, False, TAPS,
+    inputs = ()  # type: tuple[tl.tensor, ...]
+    for tap in tl.static_range(TAPS - 1):
+        value = _load_input(
+            first - (TAPS - 1) + tap, begin, x, state, channels, is_channel, x_stride,
+            state_stride, computed > 0, TAPS,
         )  # fmt: skip
+        inputs = inputs + (value,)  # noqa: RUF005
+    source = x + first.to(tl.int64) * x_stride + channels
+    target = out + first.to(tl.int64) * out_stride + channels
+    for i in tl.static_range(CHUNK):  # what lies behind the row's end is not stored
+        value = tl.load(source + i * x_stride, mask=is_channel & (first + i < end))
+        inputs = inputs + (value,)  # noqa: RUF005
+    for i in tl.static_range(CHUNK):
+        result = convolve(inputs, numbers, i, TAPS, HAS_BIAS, HAS_SILU)
+        tl.store(target + i * out_stride, result, mask=is_channel & (first + i < end))
+    if chunk == 0:
+        for tap in tl.static_range(TAPS - 1):  # upwards: what is read lies above what is written
+            value = _load_input(
+                end - (TAPS - 1) + tap, begin, x, state, channels, is_channel, x_stride,
+                state_stride, computed > 0, TAPS,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have read before one overwrites
+            tl.store(state + tap * state_stride + channels, value, mask=is_channel)
 
 
 @fast_launch
@@ -189,11 +191,12 @@ def _conv_walk_kernel(
     OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Walk over the few tokens of a row for BLOCK channels, then move its state."""
-    await_inputs(OVERLAPS)
-    let_next_start(OVERLAPS)
+    """Walk over the few tokens of a row for BLOCK channels with its last inputs in registers."""
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channels < num_channels
+    numbers = load_filter(weight, bias, channels, is_channel, weight_stride, TAPS, HAS_BIAS)
+    await_inputs(OVERLAPS)
+    let_next_start(OVERLAPS)
     row = tl.program_id(1)
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     begin, end, computed = load_row(row, cu_query_lens, lens, IS_AFTER)
@@ -204,28 +207,25 @@ def _conv_walk_kernel(
             zeros = tl.zeros([BLOCK], out.dtype.element_ty)
             tl.store(out + tl.cast(token, tl.int64) * out_stride + channels, zeros, mask=is_channel)
         return
-    has_state = computed > 0
     state += unit * unit_stride
-    for token in range(begin, end):
-        total = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(TAPS):
-            value = _load_input(
-                token - (TAPS - 1) + tap, begin, x, gate_in, state, channels, is_channel,
-                x_stride, in_stride, state_stride, has_state, HAS_GATES, TAPS,
-            )  # fmt: skip
-            factor = tl.load(weight + tap * weight_stride + channels, mask=is_channel, other=0.0)
-            total += value.to(tl.float32) * factor.to(tl.float32)
-        dtype = out.dtype.element_ty
-        result = _finish(total, bias, channels, is_channel, dtype, HAS_BIAS, HAS_SILU)
-        place = tl.cast(token, tl.int64)
+    window = load_window(state, channels, is_channel & (computed > 0), state_stride, TAPS)
+    num_steps = 1 if IS_AFTER else end - begin  # a loop of one turn is none and takes less
+    for index in range(0, num_steps):
+        token = (begin + index).to(tl.int64)
+        value = tl.load(x + token * x_stride + channels, mask=is_channel, other=0.0)
         if HAS_GATES:
-            after = tl.load(gate_out + place * gate_stride + channels, mask=is_channel, other=0.0)
-            result = (result.to(tl.float32) * after.to(tl.float32)).to(dtype)
-        tl.store(out + place * out_stride + channels, result, mask=is_channel)
-    _move_state(
-        end, begin, x, gate_in, state, channels, is_channel, x_stride, in_stride, state_stride,
-        has_state, HAS_GATES, TAPS,
-    )  # fmt: skip
+            before = tl.load(gate_in + token * in_stride + channels, mask=is_channel, other=0.0)
+            value = (value.to(tl.float32) * before.to(tl.float32)).to(value.dtype)
+        window = window + (value,)  # noqa: RUF005
+        result = convolve(window, numbers, 0, TAPS, HAS_BIAS, HAS_SILU)
+        window = window[1:]
+        if HAS_GATES:
+            after = tl.load(gate_out + token * gate_stride + channels, mask=is_channel, other=0.0)
+            result = (result.to(tl.float32) * after.to(tl.float32)).to(result.dtype)
+        tl.store(out + token * out_stride + channels, result, mask=is_channel)
+    tl.debug_barrier()  # all threads have read the state
+    for tap in tl.static_range(TAPS - 1):
+        tl.store(state + tap * state_stride + channels, window[tap], mask=is_channel)
 
 
 def _walk(
@@ -240,10 +240,10 @@ def _walk(
     is_after: bool,
     silu: bool,
 ) -> None:
-    num_channels = x_TC.shape[1]
+    num_channels, block = x_TC.shape[1], _BLOCK_BYTES // x_TC.element_size()
     gate_in, gate_out = (x_TC, x_TC) if gates is None else gates
     is_overlapped = overlaps(x_TC.device)
-    _conv_walk_kernel[cdiv(num_channels, _BLOCK), rows[0].shape[0]](
+    _conv_walk_kernel[cdiv(num_channels, block), rows[0].shape[0]](
         out_TC, x_TC, gate_in, gate_out, weight_CK, bias_C, state, *rows, num_channels,
         out_TC.stride(0), x_TC.stride(0), gate_in.stride(0), gate_out.stride(0),
         weight_CK.stride(1), state.stride(0), state.stride(2), rows[0].stride(0),
@@ -253,7 +253,7 @@ def _walk(
         HAS_SILU=silu,
         IS_AFTER=is_after,
         OVERLAPS=is_overlapped,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         num_warps=1,
         launch_pdl=is_overlapped,
     )  # fmt: skip
@@ -279,7 +279,8 @@ def causal_conv1d(
     if is_single_step(num_tokens, cu_query_lens):
         _walk(out_TC, x_TC, None, weight_CK, bias_C, state, rows, is_after=False, silu=silu)
         return
-    grid = cdiv(num_channels, _BLOCK), count_places(num_tokens, num_rows, _CHUNK)
+    block = _BLOCK_BYTES // x_TC.element_size()
+    grid = cdiv(num_channels, block), count_places(num_tokens, num_rows, _CHUNK)
     _conv_chunk_kernel[grid](
         out_TC, x_TC, weight_CK, bias_C, state, *rows, num_rows, num_channels,
         out_TC.stride(0), x_TC.stride(0), weight_CK.stride(1), state.stride(0), state.stride(2),
@@ -288,8 +289,8 @@ def causal_conv1d(
         HAS_BIAS=bias_C is not None,
         HAS_SILU=silu,
         CHUNK=_CHUNK,
-        BLOCK=_BLOCK,
-        num_warps=_CHUNK_WARPS,
+        BLOCK=block,
+        num_warps=1,
     )  # fmt: skip
 
 
