@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -28,13 +27,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[int, Graph]:
     """The graphs that were captured, by the rows of their steps."""
     graphs: dict[int, Graph] = {}
 
-    def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Graph, Tensor]:
-        result = run()
+    def capture(runs: Sequence[Callable[[], Tensor]], pool: str) -> list[tuple[Graph, Tensor]]:
         assert pool == "pool"
-        graphs[len(result)] = Graph()
-        return graphs[len(result)], result
+        results = [run() for run in runs]
+        graphs.update((len(result), Graph()) for result in results)
+        return [(graphs[len(result)], result) for result in results]
 
-    monkeypatch.setattr(cuda_graph, "capture_step", capture)
+    monkeypatch.setattr(cuda_graph, "capture_steps", capture)
     return graphs
 
 

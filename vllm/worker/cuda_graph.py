@@ -8,9 +8,9 @@ is captured, so that a step has the same bits with a graph and without.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,9 +59,9 @@ class StepGraphs(Generic[Size]):
         if not self.sizes:
             return
         started_s = time.perf_counter()
-        sizes = self.sizes[-1:] if only_largest else self.sizes
-        for size in reversed(sizes):
-            self._graphs[size] = capture_step(partial(self._run, size), pool)
+        sizes = self.sizes[:-2:-1] if only_largest else self.sizes[::-1]
+        runs = [functools.partial(self._run, size) for size in sizes]
+        self._graphs = dict(zip(sizes, capture_steps(runs, pool), strict=True))
         logger.info(
             "Captured %d CUDA graphs of %s in %.2f s",
             len(sizes),
@@ -81,17 +81,33 @@ class StepGraphs(Generic[Size]):
         return hidden_TE
 
 
-def capture_step(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Return the graph of one step and the tensor its result lands in.
+def capture_steps(
+    runs: Sequence[Callable[[], Tensor]], pool: Any
+) -> list[tuple[torch.cuda.CUDAGraph, Tensor]]:
+    """Return the graph of each step and the tensor its result lands in.
 
-    The step runs once before: kernels are compiled, libraries get their workspaces.
+    All steps run once before: kernels are compiled, libraries get their workspaces. Graphs share
+    the memory of a pool only where they are captured on one stream.
+
+    Args:
+        runs: the steps, those that take the most memory first.
+        pool: handle of the pool.
     """
-    stream = torch.cuda.Stream()
+    stream = _get_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        hidden = run()
-    return graph, hidden
+        for run in runs:
+            run()
+    graphs = []
+    for run in runs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):  # waits for the device first
+            hidden_TE = run()
+        graphs.append((graph, hidden_TE))
+    return graphs
+
+
+@functools.cache
+def _get_stream() -> torch.cuda.Stream:
+    """Return the stream of all captures of this process, since each has workspaces of its own."""
+    return torch.cuda.Stream()

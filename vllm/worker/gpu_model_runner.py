@@ -21,7 +21,7 @@ from vllm.model_executor.layers.sampler import PendingSamples, Sampler, SampleRe
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
-from vllm.worker.cuda_graph import GraphPool, StepGraphs, list_graph_sizes
+from vllm.worker.cuda_graph import StepGraphs, list_graph_sizes
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import BatchRow, StepInput
 from vllm.worker.model_runner import list_group_kernels, make_outputs
@@ -100,7 +100,7 @@ class GpuModelRunner:
         """Capture the graphs, or of each kind the largest alone, for measuring."""
         if not self._has_graphs:
             return
-        pool = GraphPool.create()
+        pool = torch.cuda.graph_pool_handle()
         self._prompts.capture(pool, only_largest=only_largest)
         self._decodes.capture(pool, only_largest=only_largest)
 
