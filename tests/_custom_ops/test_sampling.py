@@ -233,6 +233,8 @@ def test_bad_arguments_name_what_was_given() -> None:
     ok = same(2).tensors()
     with pytest.raises(ShapeError, match="logits is BFloat16, expected Float"):
         sampling.sample(ids, logits.bfloat16(), *ok, zeros, zeros)
+    with pytest.raises(ShapeError, match="logits is Double, expected Float"):
+        sampling.argmax(ids, logits.double())
     with pytest.raises(ShapeError, match=r"top_k is Long, expected Int"):
         sampling.sample(ids, logits, ok[0], ok[1], ok[2].long(), ok[3], zeros, zeros)
     with pytest.raises(ShapeError, match=r"seeds has shape \[3\], dimension 0 must be 2"):

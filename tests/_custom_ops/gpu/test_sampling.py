@@ -230,8 +230,11 @@ def test_bad_arguments_name_what_was_given() -> None:
         sampling.argmax(ids.cpu(), logits)
     with pytest.raises(ShapeError, match="out_ids has shape"):
         sampling.argmax(ids[:1], logits)
-    with pytest.raises(ShapeError, match="logits is Half"):
-        sampling.argmax(ids, logits.half())
+    with pytest.raises(ShapeError, match="logits is Double, allowed: Float, BFloat16, Half"):
+        sampling.argmax(ids, logits.double())
+    ones, zeros = torch.ones(2).cuda(), torch.zeros(2).cuda()
+    with pytest.raises(ShapeError, match="logits is Half, expected Float"):
+        sampling.sample(ids, logits.half(), ones, ones, zeros.int(), zeros, ids, ids)
     wide = torch.zeros(1, 2**19 + 1).cuda()
     with pytest.raises(ShapeError, match="the vocabulary must have 1 to 524288 tokens"):
         sampling.argmax(ids[:1], wide)
