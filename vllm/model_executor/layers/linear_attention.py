@@ -188,7 +188,7 @@ class _DeltaNetSplit:
     def _of_key_heads(self, parts: tuple[int, ...]) -> RowSelection:
         """Return this rank's rows of a tensor that holds `parts` for each key head."""
         total = self._sizes.key_heads * sum(parts)
-        by_head = torch.arange(total).view(self._sizes.key_heads, -1)
+        by_head = torch.arange(total, device="cpu").view(self._sizes.key_heads, -1)
         own = by_head[self._first_key_head : self._first_key_head + self.key_heads]
         return RowSelection(
             total=total, rows=torch.cat([part.flatten() for part in own.split(parts, dim=1)])

@@ -22,7 +22,7 @@ class RowSelection:
 
     Attributes:
         total: rows of the checkpoint's tensor.
-        rows: int64, the rows that this rank takes, in the order of its outputs.
+        rows: int64 on the CPU, the rows that this rank takes, in the order of its outputs.
     """
 
     total: int
@@ -30,8 +30,16 @@ class RowSelection:
 
     @staticmethod
     def of_parts(sizes: Mapping[str, int], starts: Mapping[str, int], total: int) -> RowSelection:
-        """Return a selection of contiguous parts, in the order of `sizes`."""
-        ranges = [torch.arange(starts[name], starts[name] + n) for name, n in sizes.items()]
+        """Return a selection of contiguous parts, in the order of `sizes`.
+
+        On the CPU also where a model is built on the meta device, on which torch's `arange` takes
+        seconds: it imports a tracing compiler.
+        """
+        firsts = [starts[name] for name in sizes]
+        ranges = [
+            torch.arange(first, first + n, device="cpu")
+            for first, n in zip(firsts, sizes.values(), strict=True)
+        ]
         return RowSelection(total=total, rows=torch.cat(ranges))
 
 

@@ -127,5 +127,7 @@ def _query_rows(shape: AttentionShape, num_heads: int, first_head: int) -> RowSe
     Queries lie beside keys and values, as the op that finishes all three wants them.
     """
     total = shape.num_heads * 2 * shape.head_size
-    own = torch.arange(total).view(shape.num_heads, 2, -1)[first_head : first_head + num_heads]
+    own = torch.arange(total, device="cpu").view(shape.num_heads, 2, -1)[
+        first_head : first_head + num_heads
+    ]
     return RowSelection(total=total, rows=own.transpose(0, 1).flip(0).flatten())
