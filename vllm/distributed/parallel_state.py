@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -50,7 +51,7 @@ class TensorParallel:
             rank: this process's number.
             size: number of ranks.
             init_method: "tcp://host:port" or "file:///path", the same on every rank.
-            device: "cpu" takes gloo, "cuda" takes NCCL.
+            device: "cpu" takes gloo, "cuda" takes NCCL on the GPU of the rank's number.
             timeout_s: seconds after which a collective with a missing rank fails.
         """
         if size == 1:
@@ -61,6 +62,7 @@ class TensorParallel:
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
         )
         return TensorParallel(rank, size, dist.group.WORLD)
 

@@ -6,6 +6,7 @@ initialize_cache, submit. Talks to other ranks only through the TensorParallel i
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import cast
 
@@ -110,6 +111,8 @@ class Worker:
         """Let go of the model, the cache and the other ranks; safe to call twice."""
         self._runner = None
         self._model = None
+        if self._device.type == "cuda" and self._tp.size > 1:
+            gc.collect()  # NCCL is not left before the graphs that use it are gone
         self._tp.close()
 
     def _make_runner(self, model: TextModel, cache: CacheEngine) -> Runner:

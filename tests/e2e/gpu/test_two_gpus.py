@@ -1,6 +1,7 @@
 """Two GPUs give what one gives: tensor parallel ranks over NCCL, with graphs and without.
 
-float32: logprobs within 2e-3 and the same tokens but for near ties.
+float32: logprobs within 2e-3 and the same tokens but for near ties. An engine of ranks takes about
+seven seconds to start, so that one family alone does without graphs.
 """
 
 from __future__ import annotations
@@ -42,6 +43,6 @@ def count_agreed(found: Sequence[Answer], expected: Sequence[Answer]) -> int:
 def test_two_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
     folder = Path(write_checkpoint(name, tmp_path))
     alone = answer(folder)
-    for eager in (False, True):
+    for eager in (False, True) if name == NAMES[0] else (False,):
         both = answer(folder, tensor_parallel_size=2, enforce_eager=eager)
         assert count_agreed(both, alone) >= 0.9 * NUM_TOKENS * len(alone)
