@@ -25,8 +25,9 @@ constexpr int lanes_of(int64_t n) {
 
 // Sum over groups of `lanes` neighbours; every lane of the warp takes part.
 __device__ __forceinline__ float sum_lanes(float x, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, offset);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    if (offset < lanes) x += __shfl_xor_sync(0xffffffffu, x, offset);
   }
   return x;
 }

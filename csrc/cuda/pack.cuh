@@ -78,6 +78,24 @@ __device__ __forceinline__ void store_bits(void* target, const uint4& bits) {
                : "memory");
 }
 
+// All elements as floats. Of bfloat16 these are the bits at their place: one instruction each,
+// where a conversion after taking a pair apart is two.
+template <typename T>
+__device__ __forceinline__ void unpack(const Pack<T>& pack, float (&out)[Pack<T>::kSize]) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const uint4 bits = bits_of(pack);
+    const uint32_t pairs[] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[2 * i] = __uint_as_float(pairs[i] << 16);
+      out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < Pack<T>::kSize; ++e) out[e] = to_float(pack.item[e]);
+  }
+}
+
 // The two floats of f(e) for every even e, rounded to T.
 template <typename T, typename F>
 __device__ __forceinline__ Pack<T> map_pairs(const F& f) {

@@ -8,11 +8,10 @@ namespace vllm::cuda {
 
 template <typename T>
 __device__ __forceinline__ float sum_of_squares(const Pack<T>& pack, float sum) {
+  float x[Pack<T>::kSize];
+  unpack(pack, x);
 #pragma unroll
-  for (int e = 0; e < Pack<T>::kSize; ++e) {
-    const float x = to_float(pack.item[e]);
-    sum = fmaf(x, x, sum);
-  }
+  for (int e = 0; e < Pack<T>::kSize; ++e) sum = fmaf(x[e], x[e], sum);
   return sum;
 }
 
@@ -38,15 +37,15 @@ struct WeightPack {
 template <typename T, typename W>
 __device__ __forceinline__ void scale_pack(Pack<T>& pack, const WeightPack<T, W>& weight,
                                            float scale) {
+  float x[Pack<T>::kSize];
+  unpack(pack, x);
   if constexpr (sizeof(W) == sizeof(T)) {
-    const Pack<T> normed = map_pairs<T>([&](int e) {
-      return make_float2(to_float(pack.item[e]) * scale, to_float(pack.item[e + 1]) * scale);
-    });
+    const Pack<T> normed =
+        map_pairs<T>([&](int e) { return make_float2(x[e] * scale, x[e + 1] * scale); });
     pack = multiply_packs(normed, weight.part[0]);
   } else {
     pack = map_pairs<T>([&](int e) {
-      return make_float2(to_float(pack.item[e]) * scale * weight.at(e),
-                         to_float(pack.item[e + 1]) * scale * weight.at(e + 1));
+      return make_float2(x[e] * scale * weight.at(e), x[e + 1] * scale * weight.at(e + 1));
     });
   }
 }

@@ -24,6 +24,7 @@ struct QkvArgs {
   float epsilon;
   RopeTable table;  // rot_dim 0: no rotary embedding
   uint32_t tokens, num_heads, num_kv_heads;
+  uint32_t first_head;       // heads before it stay as they are, and are not read
   uint32_t groups_of_token;  // each serves every groups_of_token-th head
   int head_size, lanes;
   bool is_packed;        // heads inside qkv, and norm weights
@@ -34,11 +35,11 @@ struct QkvArgs {
 template <typename T, typename W, int kPacks>
 __device__ __forceinline__ void load_head_weight(WeightPack<T, W> (&weights)[kPacks],
                                                  const void* weight, const LaneGroup& group,
-                                                 bool is_packed, const QkvArgs& args) {
+                                                 bool is_packed, int head_size) {
   if (weight == nullptr) return;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), args.head_size, is_packed);
+    weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), head_size, is_packed);
   }
 }
 
@@ -83,14 +84,14 @@ __device__ __forceinline__ void finish_head(Pack<T> (&packs)[kPacks], uint32_t h
   store_lanes(packs, target, args.head_size, part.is_cache_packed, group);
 }
 
-// A group of lanes serves kHeads heads of one token, whose angles it reads once: query heads come
-// first, then key heads, then value heads. kIsPacked: all is whole packs, and pairs lie half a
-// turning part apart; behind a branch, the load of a head would be waited for before the next is
-// sent.
-template <typename T, typename W, int kPacks, int kHeads, bool kIsPacked>
+// A group of lanes serves one head of a token: query heads come first, then key heads, then value
+// heads. kIsPacked: all is whole packs, and pairs lie half a turning part apart; behind a branch,
+// the load of a head would be waited for before the next is sent.
+template <typename T, typename W, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     qkv_norm_rope_cache_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
+  let_next_start();
   const LaneGroup group(args.lanes);
   TokenPart<T, W, kPacks> part;
   part.is_packed = kIsPacked || args.is_packed;
@@ -100,61 +101,127 @@ __global__ void __launch_bounds__(kGroupThreads)
                .rot_dim = args.table.rot_dim,
                .is_neox = kIsPacked || args.table.is_neox,
                .is_packed = kIsPacked || args.is_table_packed};
-  load_head_weight(part.q_weights, args.q_weight, group, part.is_packed, args);
-  load_head_weight(part.k_weights, args.k_weight, group, part.is_packed, args);
-  const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
+  load_head_weight(part.q_weights, args.q_weight, group, part.is_packed, args.head_size);
+  load_head_weight(part.k_weights, args.k_weight, group, part.is_packed, args.head_size);
+  // Groups beyond the last token read what there is and store nothing.
   const bool is_live = group.index / args.groups_of_token < args.tokens;
-  // Groups beyond the last token, and heads beyond the last, read what there is and store nothing.
   const uint32_t token = min(group.index / args.groups_of_token, args.tokens - 1);
-  const uint32_t first = group.index % args.groups_of_token;
-  T* rows = static_cast<T*>(args.qkv) + token * args.token_stride;
-  Pack<T> packs[kHeads][kPacks];
+  const uint32_t head = group.index % args.groups_of_token;
+  T* row = static_cast<T*>(args.qkv) + token * args.token_stride + int64_t{head} * args.head_size;
+  Pack<T> packs[kPacks];
   await_inputs();
-  let_next_start();
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    const uint32_t head = min(first + i * args.groups_of_token, num_heads - 1);
-    load_lanes(packs[i], rows + int64_t{head} * args.head_size, args.head_size, part.is_packed,
-               group);
-  }
+  load_lanes(packs, row, args.head_size, part.is_packed, group);
   part.slot = args.slots[token];
   if (part.turn.rot_dim > 0) part.turn.cos_sin = args.table.row(args.positions[token]);
   if (part.turn.rot_dim > 0 && part.turn.holds()) {
     part.angles.load(group.lane, args.lanes, part.turn);
   }
+  finish_head(packs, head, is_live, row, group.share<T>(exchange, kPacks), group, part, args);
+}
+
+// The same where a head is exactly one pack for each of kLanes lanes, all is packed, and queries
+// and keys have a norm both or neither. Instructions are the limit over prompts: here loops over
+// lanes are unrolled, nothing checks for a head's end, a group serves kHeads heads of its token,
+// whose angles it reads once, and a warp that has values alone skips norm and turn. Heads and
+// tokens beyond the last read what there is and store nothing.
+template <typename T, typename W, int kLanes, int kHeads>
+__global__ void __launch_bounds__(kGroupThreads)
+    qkv_whole_heads_kernel(const __grid_constant__ QkvArgs args) {
+  constexpr int kHeadSize = kLanes * Pack<T>::kSize;
+  let_next_start();
+  const LaneGroup group(kLanes);
+  const bool has_norm = args.q_weight != nullptr, has_turn = args.table.rot_dim > 0;
+  WeightPack<T, W> weights[2][1];
+  load_head_weight(weights[0], args.q_weight, group, true, kHeadSize);
+  load_head_weight(weights[1], args.k_weight, group, true, kHeadSize);
+  const uint32_t first_value = args.num_heads + args.num_kv_heads;
+  const uint32_t num_heads = first_value + args.num_kv_heads;
+  const bool is_live = group.index / args.groups_of_token < args.tokens;
+  const uint32_t token = min(group.index / args.groups_of_token, args.tokens - 1);
+  const uint32_t first = args.first_head + group.index % args.groups_of_token;
+  T* rows = static_cast<T*>(args.qkv) + token * args.token_stride + group.begin_of<T>(0);
+  Pack<T> packs[kHeads][1];
+  await_inputs();
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const uint32_t head = min(first + i * args.groups_of_token, num_heads - 1);
+    packs[i][0] = pack_of<T>(*reinterpret_cast<const uint4*>(rows + head * kHeadSize));
+  }
+  const int2 slot = args.slots[token];
+  RopeTurn turn{
+      .cos_sin = nullptr, .rot_dim = args.table.rot_dim, .is_neox = true, .is_packed = true};
+  Angles<T, 1> angles;
+  if (has_turn) {
+    turn.cos_sin = args.table.row(args.positions[token]);
+    angles.load(group.lane, kLanes, turn);
+  }
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const uint32_t head = first + i * args.groups_of_token;
-    finish_head(packs[i], head, is_live && head < num_heads, rows + int64_t{head} * args.head_size,
-                group.share<T>(exchange, kPacks), group, part, args);
+    const bool is_query = head < args.num_heads, is_value = head >= first_value;
+    const bool has_head = is_live && head < num_heads;
+    if ((has_norm || has_turn) && !__all_sync(0xffffffffu, is_value)) {
+      if (has_norm) {
+        const WeightPack<T, W> weight[1] = {is_query ? weights[0][0] : weights[1][0]};
+        norm_lanes(packs[i], weight, kLanes, !is_value, kHeadSize, args.epsilon);
+      }
+      if (has_turn) {
+        turn_halves_packed(packs[i], group.lane, kLanes, !is_value, turn.rot_dim, angles);
+      }
+      if (has_head && !is_value) store_bits(rows + head * kHeadSize, bits_of(packs[i][0]));
+    }
+    if (!has_head || is_query || slot.x < 0) continue;
+    T* target = is_value ? args.value_cache.row<T>(slot, head - first_value)
+                         : args.key_cache.row<T>(slot, head - args.num_heads);
+    store_bits(target + group.begin_of<T>(0), bits_of(packs[i][0]));
   }
 }
 
-template <typename T, typename W, int kPacks, int kHeads, bool kIsPacked>
-void launch_heads(QkvArgs args, const LaunchScope& scope) {
-  const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
+template <typename T, int kHeads>
+unsigned share_heads(QkvArgs& args) {
   args.lanes = lanes_of<T>(args.head_size);
-  args.groups_of_token = ceil_div(num_heads, kHeads);
-  const unsigned blocks =
-      group_blocks(kOp, int64_t{args.tokens} * args.groups_of_token, args.lanes);
-  launch_overlapping(scope, qkv_norm_rope_cache_kernel<T, W, kPacks, kHeads, kIsPacked>, blocks,
+  args.groups_of_token = ceil_div(args.num_heads + 2 * args.num_kv_heads - args.first_head, kHeads);
+  return group_blocks(kOp, int64_t{args.tokens} * args.groups_of_token, args.lanes);
+}
+
+template <typename T, typename W, int kPacks, bool kIsPacked>
+void launch_any(QkvArgs args, const LaunchScope& scope) {
+  const unsigned blocks = share_heads<T, 1>(args);
+  launch_overlapping(scope, qkv_norm_rope_cache_kernel<T, W, kPacks, kIsPacked>, blocks,
                      kGroupThreads, args);
 }
 
 // A group serves several heads where there are more than run at once.
+template <typename T, typename W, int kLanes>
+void launch_whole(QkvArgs args, const LaunchScope& scope) {
+  constexpr int64_t kManyPacks = int64_t{1} << 20;
+  const bool is_changed = args.q_weight != nullptr || args.table.rot_dim > 0;
+  args.first_head = is_changed ? 0 : args.num_heads;
+  const int64_t num_heads = args.num_heads + 2 * args.num_kv_heads - args.first_head;
+  if (num_heads * args.tokens * kLanes >= kManyPacks) {
+    const unsigned blocks = share_heads<T, 4>(args);
+    launch_overlapping(scope, qkv_whole_heads_kernel<T, W, kLanes, 4>, blocks, kGroupThreads, args);
+  } else {
+    const unsigned blocks = share_heads<T, 1>(args);
+    launch_overlapping(scope, qkv_whole_heads_kernel<T, W, kLanes, 1>, blocks, kGroupThreads, args);
+  }
+}
+
 template <typename T, typename W, int kPacks>
 void launch_qkv(const QkvArgs& args, const LaunchScope& scope) {
-  constexpr int64_t kManyPacks = int64_t{1} << 20;
-  const int64_t num_packs = int64_t{args.tokens} * (args.num_heads + 2 * args.num_kv_heads) *
-                            ceil_div(args.head_size, Pack<T>::kSize);
   const bool turns_packed = args.table.rot_dim == 0 || (args.table.is_neox && args.is_table_packed);
   if (!args.is_packed || !args.is_cache_packed || !turns_packed) {
-    return launch_heads<T, W, kPacks, 1, false>(args, scope);
+    return launch_any<T, W, kPacks, false>(args, scope);
   }
   if constexpr (kPacks == 1) {
-    if (num_packs >= kManyPacks) return launch_heads<T, W, kPacks, 4, true>(args, scope);
+    const bool are_alike = (args.q_weight == nullptr) == (args.k_weight == nullptr);
+    const int lanes =
+        are_alike && args.head_size % Pack<T>::kSize == 0 ? args.head_size / Pack<T>::kSize : 0;
+    if (lanes == 8) return launch_whole<T, W, 8>(args, scope);
+    if (lanes == 16) return launch_whole<T, W, 16>(args, scope);
+    if (lanes == 32) return launch_whole<T, W, 32>(args, scope);
   }
-  launch_heads<T, W, kPacks, 1, true>(args, scope);
+  launch_any<T, W, kPacks, true>(args, scope);
 }
 
 const void* norm_weight(const char* name, const std::optional<Tensor>& weight, const Tensor& qkv,
@@ -227,6 +294,7 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
       .tokens = static_cast<uint32_t>(qkv.size(0)),
       .num_heads = static_cast<uint32_t>(num_heads),
       .num_kv_heads = static_cast<uint32_t>(num_kv_heads),
+      .first_head = 0,
       .groups_of_token = 0,
       .head_size = static_cast<int>(head_size),
       .lanes = 0,

@@ -38,7 +38,8 @@ __device__ __forceinline__ Pack<T> shuffle_pack(const Pack<T>& pack, int lane, i
   return pack_of<T>(to);
 }
 
-// Cosines and sines of a lane's packs, where halves are whole packs and pairs lie half apart.
+// Cosines and sines of a lane's packs, where halves are whole packs and pairs lie half apart. The
+// sine is what the partner is multiplied with: negative in the first half.
 template <typename T, int kPacks>
 struct Angles {
   float cos[kPacks][Pack<T>::kSize], sin[kPacks][Pack<T>::kSize];
@@ -53,7 +54,8 @@ struct Angles {
 #pragma unroll
       for (int part = 0; part < Pack<T>::kSize; part += 4) {
         const float4 cos4 = *reinterpret_cast<const float4*>(angles + part);
-        const float4 sin4 = *reinterpret_cast<const float4*>(angles + half + part);
+        float4 sin4 = *reinterpret_cast<const float4*>(angles + half + part);
+        if (begin < half) sin4 = make_float4(-sin4.x, -sin4.y, -sin4.z, -sin4.w);
         cos[p][part] = cos4.x, cos[p][part + 1] = cos4.y;
         cos[p][part + 2] = cos4.z, cos[p][part + 3] = cos4.w;
         sin[p][part] = sin4.x, sin[p][part + 1] = sin4.y;
@@ -62,6 +64,19 @@ struct Angles {
     }
   }
 };
+
+// A pack with its partner, by the angles of pack `p`.
+template <typename T, int kPacks>
+__device__ __forceinline__ Pack<T> turn_pack(const Pack<T>& pack, const Pack<T>& other,
+                                             const Angles<T, kPacks>& angles, int p) {
+  float own[Pack<T>::kSize], far[Pack<T>::kSize];
+  unpack(pack, own);
+  unpack(other, far);
+  const auto turn = [&](int e) {
+    return turn_second(far[e], own[e], angles.cos[p][e], angles.sin[p][e]);
+  };
+  return map_pairs<T>([&](int e) { return make_float2(turn(e), turn(e + 1)); });
+}
 
 // Pairs (i, i + half), halves of whole packs: the partner of a pack is one pack of some lane.
 template <typename T, int kPacks>
@@ -74,24 +89,15 @@ __device__ __forceinline__ void turn_halves_packed(Pack<T> (&packs)[kPacks], int
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int begin = (p * lanes + lane) * kSize;
-    const bool is_first = begin < half;
-    const int partner = (is_first ? begin + half : begin - half) / kSize;
+    const int partner = (begin < half ? begin + half : begin - half) / kSize;
     Pack<T> other = shuffle_pack(packs[0], partner % lanes, lanes);
 #pragma unroll
     for (int slot = 1; slot < kPacks; ++slot) {
       const Pack<T> candidate = shuffle_pack(packs[slot], partner % lanes, lanes);
       if (partner / lanes == slot) other = candidate;
     }
-    turned[p] = packs[p];
-    if (!is_live || begin >= rot_dim) continue;
-    turned[p] = map_pairs<T>([&](int e) {
-      const auto turn = [&](int i) {
-        const float own = to_float(packs[p].item[i]), far = to_float(other.item[i]);
-        const float cos = angles.cos[p][i], sin = angles.sin[p][i];
-        return is_first ? turn_first(own, far, cos, sin) : turn_second(far, own, cos, sin);
-      };
-      return make_float2(turn(e), turn(e + 1));
-    });
+    const bool is_turned = is_live && begin < rot_dim;
+    turned[p] = is_turned ? turn_pack(packs[p], other, angles, p) : packs[p];
   }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) packs[p] = turned[p];
