@@ -42,7 +42,7 @@ class StepGraphs(Generic[Size]):
     """The graphs of one kind of step.
 
     Args:
-        run: runs a step of a size on the current stream and returns its hidden states, [T, E];
+        run: runs a step of a size on the current stream and returns its hidden states, [rows, E];
             every kernel of it reads and writes memory that stays where it is.
         sizes: that are captured, ascending.
         kind: name of the steps in the log.
@@ -76,9 +76,9 @@ class StepGraphs(Generic[Size]):
         """
         if size not in self._graphs:
             return self._run(size)
-        graph, hidden_TE = self._graphs[size]
+        graph, hidden_BE = self._graphs[size]
         graph.replay()
-        return hidden_TE
+        return hidden_BE
 
 
 def capture_steps(
@@ -102,8 +102,8 @@ def capture_steps(
     for run in runs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):  # waits for the device first
-            hidden_TE = run()
-        graphs.append((graph, hidden_TE))
+            hidden_BE = run()
+        graphs.append((graph, hidden_BE))
     return graphs
 
 

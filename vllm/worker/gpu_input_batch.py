@@ -21,7 +21,7 @@ from vllm.batch import ForwardBatch, GroupBatch
 from vllm.step import PlanRow
 from vllm.worker.block_table import GroupGeometry, Int64Array
 from vllm.worker.device_table import DeviceBlockTable
-from vllm.worker.input_batch import BatchRow, InputBatch, StepInput
+from vllm.worker.input_batch import BatchRow, InputBatch
 from vllm.worker.mixed_rows import MixedRows, SentRows
 from vllm.worker.prompt_buffers import PromptBuffers
 from vllm.worker.prompt_size import PromptSize, find_prompt_size
@@ -95,7 +95,6 @@ class GpuInputBatch(InputBatch):
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._ring = StagingRing(max(_NUM_UPLOADS * max_num_batched_tokens, 1 << 16), device)
         self._sampled_places: Tensor | None = None
-        self._first_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self._decode = self._make_decode_buffers(max((max_num_seqs, *decode_sizes)))
         self._prompts = PromptBuffers(prompt_sizes, self._device_tables, max_model_len, device)
         self.prompt_size: PromptSize | None = None
@@ -161,10 +160,6 @@ class GpuInputBatch(InputBatch):
         """Fill the tensors of `view_prompts` from what was sent; kernels only, as above."""
         self._prompts.prepare(size, self.last_tokens)
 
-    def find_first_token(self, step: StepInput, index: int) -> int:
-        """See InputBatch; the device is not asked."""
-        return index if step.is_decode else int(self._first_tokens[index])
-
     def advance(self, rows: Sequence[BatchRow], next_ids: Tensor) -> None:
         """Let rows grow by the tokens just chosen, which only the device knows yet.
 
@@ -216,28 +211,24 @@ class GpuInputBatch(InputBatch):
         """Build any step; decode rows come first."""
         mixed = MixedRows.collect(plan_rows, rows, sampled, self._token_ids)
         self._send_changes()
-        self.prompt_size = size = find_prompt_size(
-            self._prompt_sizes, mixed.new_lens, mixed.computed_lens
-        )
-        if size is None:
-            has_logprobs = any(row.state.params.num_prompt_logprobs is not None for row in rows)
+        has_logprobs = any(row.state.params.num_prompt_logprobs is not None for row in rows)
+        self.prompt_size = None
+        if not has_logprobs:  # padded steps give the hidden states of sampled tokens alone
+            self.prompt_size = find_prompt_size(
+                self._prompt_sizes, mixed.new_lens, mixed.computed_lens
+            )
+        if self.prompt_size is None:
             return self._send_mixed(mixed, needs_all_rows=has_logprobs)
-        return self._send_padded(mixed, size)
+        return self._send_padded(mixed, self.prompt_size)
 
     def _send_padded(self, mixed: MixedRows, size: PromptSize) -> ForwardBatch:
         """Send a step's rows with padding; `prepare_prompts` makes the tensors of it."""
-        shift = size.num_decode_rows - mixed.num_decode_rows
-        is_prompt = np.arange(len(mixed.rows)) >= mixed.num_decode_rows
-        self._first_tokens = mixed.bounds[:-1] + np.where(is_prompt, shift, 0)
         padded = mixed.pad(size, self._pad_row)
-        self._ring.upload(padded.list_sent(), self._prompts.sent)
-        num_sampled = len(mixed.sampled_rows)
-        sent = SentRows.split(self._prompts.sent, size, num_sampled)
+        sent = SentRows.read(self._ring.upload(padded.list_sent(), self._prompts.sent))
         self._sampled_places = sent.sampled_rows
-        return self._prompts.view(size, num_sampled)
+        return self._prompts.view(size)
 
     def _send_mixed(self, mixed: MixedRows, *, needs_all_rows: bool) -> ForwardBatch:
-        self._first_tokens = mixed.bounds[:-1]
         sent = SentRows.read(self._ring.upload(mixed.list_sent()))
         self._sampled_places = sent.sampled_rows
         new_lens, max_seq_len = mixed.new_lens, int(mixed.seq_lens.max())

@@ -110,7 +110,7 @@ class GpuModelRunner:
         return self.run_forward(self._input_batch.view_decode(num_rows))
 
     def run_prompts(self, size: PromptSize) -> Tensor:
-        """Queue the padded step with prompts that was sent last; [tokens of the size, E]."""
+        """Queue the padded step with prompts that was sent last; [rows of the size, E]."""
         self._input_batch.prepare_prompts(size)
         return self.run_forward(self._input_batch.view_prompts(size))
 
@@ -157,13 +157,9 @@ class GpuModelRunner:
     ) -> PendingSamples:
         """Queue the choice of the tokens; the rows go on with them on the device."""
         num_sampled = len(step.sampled)
-        if step.batch.kept_rows is not None:
-            hidden_LE = hidden_TE
-        elif step.is_decode:  # rows of padding come last
-            hidden_LE = hidden_TE[:num_sampled]
-        else:
-            hidden_LE = hidden_TE[step.batch.logits_rows]
-        logits_LV = self._model.compute_logits(hidden_LE)
+        if not step.is_decode and step.batch.kept_rows is None:
+            hidden_TE = hidden_TE[step.batch.logits_rows]
+        logits_LV = self._model.compute_logits(hidden_TE[:num_sampled])  # padding comes last
         rows = [step.rows[i] for i in step.sampled]
         requests = [
             SampleRequest(

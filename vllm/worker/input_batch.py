@@ -133,10 +133,6 @@ class InputBatch:
         """Return tokens [start, stop) of a row, int64; a view."""
         return self._token_ids[row.index, start:stop]
 
-    def find_first_token(self, step: StepInput, index: int) -> int:
-        """Return which token of a step, the one built last, is the first of a row."""
-        return int(step.batch.cu_query_lens[index])
-
     def _add(self, new: NewRow) -> None:
         assert new.seq_id not in self._rows, f"sequence {new.seq_id} is in the batch already"
         if not self._free:

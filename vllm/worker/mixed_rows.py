@@ -101,7 +101,8 @@ class MixedRows:
         """Return the step with as many rows and tokens as a size has.
 
         Decode rows are followed by rows of one token whose length is 0 all the same, prompts by
-        rows without tokens and by tokens without a row.
+        rows without tokens and by tokens without a row. As many tokens have logits as there are
+        rows, those that are needed first.
 
         Args:
             size: at least as large as the step.
@@ -119,6 +120,9 @@ class MixedRows:
         bounds: Int64Array = np.full(size.num_rows + 1, self.bounds[-1] + shift, dtype=np.int64)
         bounds[:num_padded] = np.arange(num_padded)
         bounds[num_padded : len(self.bounds) + shift] = self.bounds[num_decode:] + shift
+        logits_rows: Int64Array = np.zeros(size.num_rows, dtype=np.int64)
+        shifts = np.where(self.logits_rows < num_decode, 0, shift)
+        logits_rows[: len(shifts)] = self.logits_rows + shifts
         return MixedRows(
             num_decode_rows=num_padded,
             token_ids=spread(self.token_ids, size.num_tokens),
@@ -128,7 +132,7 @@ class MixedRows:
             computed_lens=spread(self.computed_lens, size.num_rows),
             seq_lens=spread(self.seq_lens, size.num_rows),
             bounds=bounds,
-            logits_rows=self.logits_rows + np.where(self.logits_rows < num_decode, 0, shift),
+            logits_rows=logits_rows,
             sampled_rows=self.sampled_rows,
         )
 
@@ -164,10 +168,13 @@ class SentRows:
         )
 
     @staticmethod
-    def split(sent: Tensor, size: PromptSize, num_sampled: int = 0) -> SentRows:
-        """Return the parts of a padded step in the tensor that it was sent to."""
+    def split(sent: Tensor, size: PromptSize) -> SentRows:
+        """Return the parts of a padded step in the tensor that it was sent to.
+
+        Graphs do not see how many rows are sampled: there is no place of any.
+        """
         num_tokens, num_rows = size.num_tokens, size.num_rows
-        lens = [num_tokens] * 3 + [num_rows] * 3 + [num_rows + 1, num_sampled, num_sampled]
+        lens = [num_tokens] * 3 + [num_rows] * 3 + [num_rows + 1, num_rows, 0]
         return SentRows.read(sent[: sum(lens)].split(lens))
 
 

@@ -58,10 +58,13 @@ class PromptBuffers:
             for table in self._tables
         ]
 
-    def view(self, size: PromptSize, num_sampled: int = 0) -> ForwardBatch:
-        """Return the tensors of a step; of its rows the host says only how long they can be."""
+    def view(self, size: PromptSize) -> ForwardBatch:
+        """Return the tensors of a step; of its rows the host says only how long they can be.
+
+        As many tokens are kept as there are rows, those that are sampled first.
+        """
         num_tokens, num_rows = size.num_tokens, size.num_rows
-        sent = SentRows.split(self.sent, size, num_sampled)
+        sent = SentRows.split(self.sent, size)
         return ForwardBatch(
             input_ids=self._input_ids[:num_tokens],
             positions=sent.positions,
@@ -80,6 +83,7 @@ class PromptBuffers:
             max_query_len=size.num_prompt_tokens,
             max_seq_len=self._max_model_len,
             num_decode_rows=size.num_decode_rows,
+            kept_rows=sent.logits_rows,
             has_spare_tokens=True,
         )
 

@@ -47,7 +47,7 @@ def collect_prompt_logprobs(
         stop = min(start + plan_row.num_new_tokens, row.num_prompt_tokens)
         if wanted is None or start >= stop:
             continue
-        first = input_batch.find_first_token(step, index)
+        first = int(step.batch.cu_query_lens[index])
         tokens = input_batch.get_tokens(row, start, stop)
         targets = torch.from_numpy(tokens).to(hidden_TE.device)
         entries: list[TokenLogprobs] = []
