@@ -16,14 +16,17 @@ MAX_COMPUTED_TOKENS = 1024
 """Of a prompt that goes on in a padded step: its keys are not split between programs, which rows
 with few new tokens behind many others need. Decode rows are split, and may be of any length."""
 
-_FEWEST_PROMPT_ROWS, _MOST_PROMPT_ROWS = 4, 32
-_TOKENS_OF_DECODE_ROWS = {
-    0: (16, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
-    16: (64, 128, 256, 512),
-    64: (128, 256, 512),
+_TOKENS = {
+    (0, 1): (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024),
+    (0, 32): (128, 256, 512, 1024),
+    (16, 4): (64, 128, 256, 512),
+    (64, 8): (128, 256, 512),
 }
-"""Tokens of prompts beside so many decode rows. Steps between neighbours are small where kernels
-take as long as the host; with more rows or tokens the host is ahead of them anyway."""
+"""Tokens of prompts beside so many decode rows and prompts.
+
+One prompt alone is what users wait for most, and has no row of padding. Its sizes lie close where
+kernels take as long as the host; with more rows or tokens than these the host is ahead of them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -54,13 +57,12 @@ class PromptSize:
 def list_prompt_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[PromptSize, ...]:
     """Return the sizes of an engine, ascending; none holds more than one of them needs to."""
     sizes = set()
-    for num_decode_rows, counts in _TOKENS_OF_DECODE_ROWS.items():
+    for (num_decode_rows, num_prompt_rows), counts in _TOKENS.items():
         for num_tokens in _take_needed(counts, max_num_batched_tokens):
-            num_rows = min(max(num_tokens // 16, _FEWEST_PROMPT_ROWS), _MOST_PROMPT_ROWS)
             sizes.add(
                 PromptSize(
                     num_prompt_tokens=num_tokens,
-                    num_prompt_rows=min(num_rows, max_num_seqs),
+                    num_prompt_rows=min(num_prompt_rows, max_num_seqs),
                     num_decode_rows=min(num_decode_rows, max_num_seqs),
                 )
             )
@@ -99,4 +101,4 @@ def find_prompt_size(
         and size.num_prompt_rows >= num_prompt_rows
         and size.num_decode_rows >= num_decode_rows
     )
-    return min(fitting, key=lambda size: size.num_tokens, default=None)
+    return min(fitting, key=lambda size: (size.num_tokens, size.num_rows), default=None)
