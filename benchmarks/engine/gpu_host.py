@@ -20,7 +20,6 @@ import argparse  # noqa: E402
 import cProfile  # noqa: E402
 import io  # noqa: E402
 import logging  # noqa: E402
-import os  # noqa: E402
 import pstats  # noqa: E402
 import random  # noqa: E402
 import statistics  # noqa: E402
@@ -53,7 +52,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of each prompt")
     parser.add_argument("--top", type=int, default=25, help="functions that are shown")
     parser.add_argument("--events", action="store_true", help="show every compiled kernel")
-    parser.add_argument("--ahead", action="store_true", help="compile kernels side by side")
     parser.add_argument("--compare", action="store_true", help="compare the forms of prompts")
     parser.add_argument("--profile-start", action="store_true", help="show the start by function")
     return parser.parse_args()
@@ -265,7 +263,6 @@ def main() -> int:
     watch = Watch()
     args = parse_args()
     watch.note("imported")
-    os.environ["VLLM_COMPILE_AHEAD"] = str(int(args.ahead))
     vocab = SHAPES[args.shape]["vocab_size"]
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ from tests._custom_ops.triton.stand_in import Driver
 from tests.e2e.gpu.families import write_checkpoint
 from vllm import EngineArgs
 from vllm._custom_ops.triton import ahead, table
+from vllm.attention import probe
+from vllm.attention.backends.abstract import KernelQuery
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers import state
 from vllm.model_executor.model_loader.loader import get_model_architecture
-from vllm.worker import gpu_input_batch, gpu_warmup
+from vllm.platforms.cuda import CudaPlatform
+from vllm.worker import gpu_input_batch, gpu_kernels, gpu_warmup
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.cuda_graph import list_graph_sizes
-from vllm.worker.gpu_memory import _lay_out_least
+from vllm.worker.gpu_memory import lay_out_least
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
 from vllm.worker.layer_setup import list_groups
 
@@ -60,6 +64,8 @@ def act_as_gpu() -> Iterator[None]:
     driver.set_active(Driver())
     state.has_step_ops = lambda tensor: True
     gpu_input_batch.StagingRing = lambda *args: None  # pinned memory wants a GPU
+    gpu_kernels.run_probe = run_probe_here
+    torch.cuda.is_available = lambda: True
     doors = [m.name for m in pkgutil.iter_modules(vllm._custom_ops.__path__) if not m.ispkg]
     for name in doors:
         module = importlib.import_module(f"vllm._custom_ops.{name}")
@@ -73,12 +79,34 @@ def act_as_gpu() -> Iterator[None]:
         del torch.Tensor.is_cuda
 
 
+class Recorder:
+    """Takes the place of the compiler."""
+
+    def __init__(self) -> None:
+        self.known: list[ahead.KernelNote] = []
+
+    def compile(self, notes: list[ahead.KernelNote]) -> None:
+        """Keep what would be compiled."""
+        self.known += notes
+
+
+class GpuPlatform(CudaPlatform):
+    """An H200, for the choice of kernels."""
+
+    def get_device_capability(self, index: int = 0) -> tuple[int, int]:
+        """See Platform."""
+        return (9, 0)
+
+
+def run_probe_here(name: str, query: KernelQuery) -> None:
+    """Take the place of the probe, whose tensors would be on a GPU."""
+    probe.run_probe(name, replace(query, device="cpu"))
+
+
 def make_runner(model: Any, config: EngineConfig) -> tuple[GpuModelRunner, CacheEngine]:
     """Return a runner on the least cache."""
-    for layer in model.attention_layers().values():
-        layer.bind("triton")
     specs = model.cache_specs()
-    cache = CacheEngine(specs, _lay_out_least(list_groups(specs, config)), CPU)
+    cache = CacheEngine(specs, lay_out_least(list_groups(specs, config)), CPU)
     kernels = dict.fromkeys(model.attention_layers(), "triton")
     tp = TensorParallel.single()
     return GpuModelRunner(model, cache, kernels, tp, limits=LIMITS, device=CPU), cache
@@ -88,7 +116,8 @@ def find_late(directory: Path) -> list[str]:
     """Return the kernels that random steps want and `compile_ahead` does not know."""
     config = EngineArgs(
         model=str(directory), device="cpu", dtype="bfloat16", skip_tokenizer_init=True,
-        max_model_len=LIMITS.max_model_len,
+        max_model_len=LIMITS.max_model_len, max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
     ).create_engine_config()  # fmt: skip
     cls, _ = get_model_architecture(config.model_config)
     model: Any = cls(
@@ -97,14 +126,12 @@ def find_late(directory: Path) -> list[str]:
         tp=TensorParallel.single(),
         max_model_len=LIMITS.max_model_len,
     ).eval()
-    known: set[ahead.KernelNote] = set()
-    ahead.compile_kernels = lambda notes, max_processes: known.update(notes)
+    compiler = Recorder()
     with act_as_gpu(), torch.inference_mode():
+        gpu_kernels.compile_ahead(
+            model, config, TensorParallel.single(), GpuPlatform(), CPU, compiler
+        )
         runner, cache = make_runner(model, config)
-        gpu_warmup.compile_ahead(
-            model, runner, cache.geometries, {}, TensorParallel.single(),
-            limits=LIMITS, device=CPU,
-        )  # fmt: skip
         with ahead.note_kernels() as wanted:
             for num_rows in list_graph_sizes(LIMITS.max_num_seqs):
                 model.compute_logits(runner.run_decode(num_rows))
@@ -113,7 +140,9 @@ def find_late(directory: Path) -> list[str]:
             for new_lens, computed_lens in draw_steps():
                 step = gpu_warmup.make_step(new_lens, computed_lens, cache.geometries, device=CPU)
                 runner.run_forward(step)
-    return sorted(note.name for note in set(wanted) - known)
+            for layer in model.attention_layers().values():
+                run_probe_here("triton", replace(layer.query, block_tokens=16))
+    return sorted(note.name for note in set(wanted) - set(compiler.known))
 
 
 def draw_steps() -> Iterator[tuple[list[int], list[int]]]:

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.abstract import AttentionBackend, AttentionParams, KernelQuery
+from vllm.attention.backends.abstract import AttentionParams, KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.batch import ForwardBatch, GroupBatch, LayerCache
 from vllm.cache_spec import BLOCK_ALIGNMENT_BYTES, CacheField, Full, LayerCacheSpec, make_group
@@ -30,16 +30,17 @@ def find_probe_fault(name: str, query: KernelQuery) -> str | None:
     """Return None if the kernel agrees with the oracle on a strided arena, else what went wrong."""
     if name == _ORACLE:
         return None
-    expected = _run_probe(load_backend(_ORACLE), query)
-    found = _run_probe(load_backend(name), query)
+    expected = run_probe(_ORACLE, query)
+    found = run_probe(name, query)
     gap = (found - expected).abs().max().item()
     if gap <= _TOLERANCE[query.dtype]:  # false for NaN
         return None
     return f"the probe of strided caches is off by {gap:.3g} (allowed {_TOLERANCE[query.dtype]:g})"
 
 
-def _run_probe(backend: AttentionBackend, query: KernelQuery) -> Tensor:
+def run_probe(name: str, query: KernelQuery) -> Tensor:
     """Prefill two sequences beside decoding a third on an arena of NaN; float32 [T, H, D]."""
+    backend = load_backend(name)
     generator = torch.Generator().manual_seed(0)
     tokens = query.block_tokens
     computed, new = (tokens + 1, 0, 2), (1, 3, tokens)

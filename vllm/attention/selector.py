@@ -7,7 +7,7 @@ A kernel that was asked for and cannot serve is replaced with one warning, or re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vllm import envs
@@ -28,6 +28,9 @@ from vllm.logger import init_logger, warn_once
 logger = init_logger(__name__)
 
 AUTO = "auto"
+
+FaultFinder = Callable[[str, KernelQuery], str | None]
+"""Says what is wrong with a kernel that claims to serve a query, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ def resolve_kernels(
     wanted: Mapping[int, str | None],
     *,
     strict: bool = False,
+    find_fault: FaultFinder | None = None,
 ) -> dict[int, KernelChoice]:
     """Choose the kernel of every layer.
 
@@ -83,6 +87,7 @@ def resolve_kernels(
         wanted: the kernel named for each layer; None or "auto" lets the environment or the table
             choose.
         strict: refuse to replace a kernel that was named.
+        find_fault: in the place of the probe.
 
     Raises:
         KernelError: no kernel serves a layer; a named one is broken; or `strict` and a named one
@@ -97,18 +102,20 @@ def resolve_kernels(
             name = read_env_kernel(query.device)
         key = (query, name)
         if key not in decided:
-            decided[key] = choose_kernel(query, name)
+            decided[key] = choose_kernel(query, name, find_fault)
         choices[layer] = decided[key]
     _report_substitutes(choices, strict)
     return choices
 
 
-def choose_kernel(query: KernelQuery, wanted: str | None) -> KernelChoice:
+def choose_kernel(
+    query: KernelQuery, wanted: str | None, find_fault: FaultFinder | None = None
+) -> KernelChoice:
     """Return the named kernel if it serves `query`, else the best one that does."""
     refusals: dict[str, str] = {}
     note = ""
     if wanted is not None:
-        reason = find_kernel_refusal(wanted, query, is_named=True)
+        reason = find_kernel_refusal(wanted, query, is_named=True, find_fault=find_fault)
         if reason is None:
             return KernelChoice(kernel=wanted, refusals={})
         refusals[wanted] = reason
@@ -117,7 +124,7 @@ def choose_kernel(query: KernelQuery, wanted: str | None) -> KernelChoice:
     for name in order:
         if name in refusals:
             continue
-        reason = find_kernel_refusal(name, query, is_named=False)
+        reason = find_kernel_refusal(name, query, find_fault=find_fault)
         if reason is None:
             logger.debug("%s takes %r of %s; refused: %s", query, name, order, refusals)
             return KernelChoice(kernel=name, refusals=refusals, note=note)
@@ -133,13 +140,20 @@ def order_kernels(query: KernelQuery) -> tuple[str, ...]:
     return (*measured, *(name for name in built_in if name not in measured))
 
 
-def find_kernel_refusal(name: str, query: KernelQuery, *, is_named: bool = False) -> str | None:
+def find_kernel_refusal(
+    name: str,
+    query: KernelQuery,
+    *,
+    is_named: bool = False,
+    find_fault: FaultFinder | None = None,
+) -> str | None:
     """Return None if a kernel serves `query` on this machine, else the reason.
 
     Args:
         name: the kernel.
         query: what a layer asks for.
         is_named: the user asked for it, so that a package that does not import is an error.
+        find_fault: in the place of the probe.
 
     Raises:
         ConfigError: there is no such kernel.
@@ -155,7 +169,7 @@ def find_kernel_refusal(name: str, query: KernelQuery, *, is_named: bool = False
     return (
         _find_missing(row, query, is_named=is_named)
         or load_backend(name).supports(query)
-        or find_probe_fault(name, query)
+        or (find_fault or find_probe_fault)(name, query)
     )
 
 

@@ -8,13 +8,13 @@ of two superblocks that is freed again.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vllm import envs
 from vllm.batch import ForwardBatch
 from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
@@ -26,7 +26,7 @@ from vllm.step import NewRow, RowSampling
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
-from vllm.worker.gpu_warmup import compile_ahead, make_step
+from vllm.worker.gpu_warmup import make_step
 from vllm.worker.memory import GIB
 
 _GRAPH_BYTES = 8 << 20
@@ -83,23 +83,13 @@ def measure_memory(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     weight_bytes = torch.cuda.memory_allocated()
-    cache = CacheEngine(specs, _lay_out_least(groups), device)
+    cache = CacheEngine(specs, lay_out_least(groups), device)
     runner = GpuModelRunner(model, cache, kernels, tp, limits=limits, device=device)
-    try:
-        if envs.VLLM_COMPILE_AHEAD:
-            compile_ahead(
-                model, runner, cache.geometries, kernels, tp, limits=limits, device=device
-            )
+    with explain_out_of_memory(limits, device):
         _run_largest_step(model, runner, cache.geometries, limits, device)
         step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
         torch.cuda.empty_cache()
         graph_bytes = _measure_graphs(runner, limits)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"a step of {limits.max_num_batched_tokens} tokens or {limits.max_num_seqs} sequences "
-            f"does not fit on {device} beside {weight_bytes / GIB:.2f} GiB of weights ({error}); "
-            "lower --max-num-batched-tokens or --max-num-seqs, or free memory on the card"
-        ) from error
     del runner, cache
     gc.collect()
     torch.cuda.empty_cache()
@@ -112,7 +102,25 @@ def measure_memory(
     )
 
 
-def _lay_out_least(groups: Sequence[KVCacheGroup]) -> CacheLayout:
+@contextmanager
+def explain_out_of_memory(limits: RunnerLimits, device: torch.device) -> Iterator[None]:
+    """Say of a step inside that does not fit what to do about it.
+
+    Raises:
+        OutOfMemoryError: in the place of torch's.
+    """
+    weight_bytes = torch.cuda.memory_allocated()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"a step of {limits.max_num_batched_tokens} tokens or {limits.max_num_seqs} sequences "
+            f"does not fit on {device} beside {weight_bytes / GIB:.2f} GiB of weights ({error}); "
+            "lower --max-num-batched-tokens or --max-num-seqs, or free memory on the card"
+        ) from error
+
+
+def lay_out_least(groups: Sequence[KVCacheGroup]) -> CacheLayout:
     """Return the layout of one superblock of one block, beside the pad blocks'."""
     return CacheLayout(
         groups=tuple(

@@ -34,6 +34,9 @@ def set_up_device(index: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     register_triton_ops()
+    from vllm._custom_ops.triton.cache_folder import provide_cache_folder  # noqa: PLC0415
+
+    provide_cache_folder()
     return device
 
 

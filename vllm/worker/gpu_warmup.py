@@ -1,91 +1,52 @@
-"""The kinds of steps that a server on a GPU will see, and their kernels compiled before the first.
+"""The kinds of steps that a server on a GPU will see, run so that their kernels are known.
 
-Called by the worker between loading and the memory profile. A kernel's compiled form depends on the
-sizes of a step only by a few thresholds (rows of a product, tokens of an expert, one row or more),
-which the steps here stand on both sides of.
+Called by `gpu_kernels.py` between loading and the memory profile, while launches are only noted. A
+kernel's compiled form depends on the sizes of a step only by a few thresholds (rows of a product,
+tokens of an expert, one row or more), which the steps here stand on both sides of.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from vllm.batch import ForwardBatch, GroupBatch
-from vllm.distributed.parallel_state import TensorParallel
-from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
 
-logger = init_logger(__name__)
-
-logger = init_logger(__name__)
-
-_OURS = "triton"
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FEWEST_PROMPT_TOKENS = 16
 _CHUNKS = ((64, 64), (64, 1024))
 """New and computed tokens of prompts that come in small parts."""
 
 _MANY_ROWS = 32
-_MAX_PROCESSES = 32
 
 
 @torch.inference_mode()
-def compile_ahead(
+def run_all_steps(
     model: TextModel,
     runner: GpuModelRunner,
     geometries: Sequence[GroupGeometry],
-    kernels: Mapping[int, str],
-    tp: TensorParallel,
-    *,
     limits: RunnerLimits,
     device: torch.device,
 ) -> None:
-    """Compile the kernels of all kinds of steps that are not in Triton's cache, side by side.
-
-    Steps are run with their Triton launches left out, on a cache that nobody reads. Attention
-    kernels of others would read what was left out, so that models which use one are compiled as
-    their steps come.
+    """Run steps of all kinds, on a cache that nobody reads.
 
     Args:
         model: loaded, with its kernels bound.
         runner: on a cache of any size.
         geometries: of that cache's groups.
-        kernels: kernel of each attention layer.
-        tp: the ranks; the first one compiles for all.
         limits: what a step may hold.
         device: where steps run.
     """
-    if others := {name for name in kernels.values() if name != _OURS}:
-        logger.warning(
-            "VLLM_COMPILE_AHEAD has no effect beside attention kernel %s; kernels are compiled as "
-            "their steps come",
-            ", ".join(sorted(others)),
-        )
-        return
-    # Triton may be absent where this file is imported for the steps.
-    from vllm._custom_ops.triton.ahead import compile_kernels, note_kernels  # noqa: PLC0415
-
-    started_s = time.perf_counter()
-    with note_kernels() as notes:
-        for new_lens, computed_lens in list_steps(limits):
-            runner.run_forward(make_step(new_lens, computed_lens, geometries, device=device))
-        for size in runner.prompt_sizes:
-            runner.run_prompts(size)
-        for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
-            model.compute_logits(runner.run_decode(num_rows))
-    logger.info(
-        "%d kernels are to be compiled, which took %.2f s to find out",
-        len(notes),
-        time.perf_counter() - started_s,
-    )
-    if tp.rank == 0:
-        compile_kernels(notes, max_processes=min(os.cpu_count() or 1, _MAX_PROCESSES))
-    tp.barrier()
+    for new_lens, computed_lens in list_steps(limits):
+        runner.run_forward(make_step(new_lens, computed_lens, geometries, device=device))
+    for size in runner.prompt_sizes:
+        runner.run_prompts(size)
+    for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
+        model.compute_logits(runner.run_decode(num_rows))
 
 
 def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from vllm.attention.backends.abstract import KernelQuery
 from vllm.attention.backends.table import load_backend
 from vllm.attention.layer import Attention
-from vllm.attention.selector import resolve_kernels
+from vllm.attention.selector import FaultFinder, resolve_kernels
 from vllm.cache_spec import KVCacheGroup, LayerCacheSpec
 from vllm.config import EngineConfig
 from vllm.hybrid.apply import limit_layers, name_specs
@@ -63,8 +63,19 @@ def prepare_queries(
     }
 
 
-def set_up_layers(model: TextModel, config: EngineConfig, platform: Platform) -> LayerSetup:
+def set_up_layers(
+    model: TextModel,
+    config: EngineConfig,
+    platform: Platform,
+    find_fault: FaultFinder | None = None,
+) -> LayerSetup:
     """Choose and bind the kernel of each attention layer.
+
+    Args:
+        model: loaded.
+        config: of the engine.
+        platform: that of the model's device.
+        find_fault: in the place of the probe of kernels.
 
     Raises:
         KernelError: no kernel serves a layer.
@@ -77,6 +88,7 @@ def set_up_layers(model: TextModel, config: EngineConfig, platform: Platform) ->
         queries,
         {layer: attention.layer_impl for layer, attention in layers.items()},
         strict=config.hybrid.is_strict,
+        find_fault=find_fault,
     )
     for layer, choice in choices.items():
         layers[layer].bind(choice.kernel)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -30,6 +31,9 @@ from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pending_step import PendingStep, Runner
 from vllm.worker.report import RankReport
 from vllm.worker.threads import apply_threads
+
+if TYPE_CHECKING:
+    from vllm._custom_ops.triton.compiler import KernelCompiler
 
 logger = init_logger(__name__)
 
@@ -67,14 +71,16 @@ class Worker:
         """
         started_s = time.perf_counter()
         config = self._config
-        module = load_model(
-            config.model_config,
-            config.load_config,
-            self._device,
-            self._tp,
-            cache_dtype=config.cache_config.cache_dtype,
-        )
-        model = self._model = cast(TextModel, module)
+        with self._make_compiler() as compiler:  # which makes ready while weights are loaded
+            module = load_model(
+                config.model_config,
+                config.load_config,
+                self._device,
+                self._tp,
+                cache_dtype=config.cache_config.cache_dtype,
+            )
+            model = self._model = cast(TextModel, module)
+            self._compile_ahead(model, compiler)
         layers = self._layers = set_up_layers(model, config, self._platform)
         self._tp.barrier()  # free memory means something only when every rank has loaded
         cache_bytes = self._choose_cache_bytes(model)
@@ -114,6 +120,21 @@ class Worker:
         if self._device.type == "cuda" and self._tp.size > 1:
             gc.collect()  # NCCL is not left before the graphs that use it are gone
         self._tp.close()
+
+    def _make_compiler(self) -> AbstractContextManager[KernelCompiler | None]:
+        if self._device.type != "cuda" or self._tp.rank:  # the first compiles for all
+            return nullcontext()
+        from vllm.worker import gpu_kernels  # noqa: PLC0415
+
+        return gpu_kernels.make_compiler()
+
+    def _compile_ahead(self, model: TextModel, compiler: KernelCompiler | None) -> None:
+        if self._device.type == "cuda":
+            from vllm.worker import gpu_kernels  # noqa: PLC0415
+
+            gpu_kernels.compile_ahead(
+                model, self._config, self._tp, self._platform, self._device, compiler
+            )
 
     def _make_runner(self, model: TextModel, cache: CacheEngine) -> Runner:
         if self._device.type == "cuda":

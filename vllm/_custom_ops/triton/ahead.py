@@ -1,24 +1,20 @@
-"""Kernels compiled side by side, before they are launched for the first time.
+"""Kernels noted before they are launched for the first time, so that all are compiled at once.
 
-Called by `worker/gpu_warmup.py`, which runs the kinds of steps that a server will see while their
-launches are only noted here; what was noted and is not yet in Triton's cache on disk is compiled by
-several processes (`compiler_process.py`), which leave it there. Compiled one after the other, as
-they are first launched, the kernels of a model take a minute, and one that is first needed in the
-middle of serving stops every request for seconds. All of this only saves time: a kernel that is
-missed here is compiled when it is launched.
+Called by `worker/gpu_setup.py`, which runs the kinds of steps that a server will see while their
+launches are only noted here; what was noted and is not yet in Triton's cache on disk is compiled
+side by side (`compiler.py`). Compiled one after the other, as they are first launched, the kernels
+of a model take half a minute, and one that is first needed in the middle of serving stops every
+request for a second. All of this only saves time: a kernel that is missed here is compiled when it
+is launched.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from triton import knobs
@@ -28,16 +24,6 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
 from vllm._custom_ops.triton.launch import FastKernel, divert_launches
-from vllm.logger import init_logger
-
-logger = init_logger(__name__)
-
-_PROGRAM = """
-import json, sys
-sys.path[:], *target = json.loads(sys.argv[1])
-from vllm._custom_ops.triton.compiler_process import serve
-serve(*target)
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +72,7 @@ def note_kernels() -> Iterator[list[KernelNote]]:
     """Launch nothing inside; afterwards the list has what would have been compiled.
 
     What a launch should have written is left as it was, so that nothing inside may read it back.
+    Those that take longest come first, by the best guess there is: how much there is to say of one.
     """
     found: list[KernelNote] = []
     notes = _Notes()
@@ -96,52 +83,7 @@ def note_kernels() -> Iterator[list[KernelNote]]:
             yield found
     finally:
         knobs.runtime.jit_cache_hook = before
-    found += sorted(notes.missing, key=lambda note: (note.module, note.data))
-
-
-def compile_kernels(notes: Sequence[KernelNote], *, max_processes: int) -> None:
-    """Compile into Triton's cache on disk, side by side; what fails is left to its first launch."""
-    if not notes:
-        return
-    started_s = time.perf_counter()
-    num_processes = min(max_processes, len(notes))
-    shares = [iter(notes)] * num_processes  # one iterator: whoever is free takes the next
-    with ThreadPoolExecutor(num_processes) as threads:
-        failures = [line for lines in threads.map(_compile_share, shares) for line in lines]
-    for failure in failures:
-        logger.warning("a kernel was not compiled ahead: %s", failure)
-    logger.info(
-        "Compiled %d kernels in %d processes in %.2f s",
-        len(notes) - len(failures),
-        num_processes,
-        time.perf_counter() - started_s,
-    )
-
-
-def _compile_share(notes: Iterator[KernelNote]) -> list[str]:
-    """Feed one process until nothing is left; return what went wrong."""
-    target = driver.active.get_current_target()
-    arguments = json.dumps([sys.path, target.backend, target.arch, target.warp_size])
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    failures = []
-    with process:
-        for note in notes:
-            try:
-                process.stdin.write(json.dumps(asdict(note)) + "\n")
-                process.stdin.flush()
-                reply = json.loads(process.stdout.readline() or '"the compiling process has died"')
-            except OSError as error:
-                reply = str(error)
-            if reply:
-                failures.append(f"{note.name}: {reply}")
-        process.stdin.close()
-    return failures
+    found += sorted(notes.missing, key=lambda note: (-len(note.data), note.data))
 
 
 def _is_on_disk(source: ASTSource, data: str) -> bool:

@@ -237,6 +237,11 @@ def _make_picker(places: Sequence[int]) -> _Picker:
     return itemgetter(*places)
 
 
+def knows_triton() -> bool:
+    """Return whether launches are ours, and so can be diverted."""
+    return triton.__version__.startswith(_TRITON)
+
+
 def fast_launch(
     kernel: Any, *, compiled_in: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Any:
@@ -246,6 +251,6 @@ def fast_launch(
         kernel: what `triton.jit` returned.
         compiled_in: entered around a launch that may compile.
     """
-    if not isinstance(kernel, JITFunction) or not triton.__version__.startswith(_TRITON):
+    if not isinstance(kernel, JITFunction) or not knows_triton():
         return kernel
     return FastKernel(kernel, compiled_in)

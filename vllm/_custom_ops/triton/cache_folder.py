@@ -1,0 +1,42 @@
+"""Where Triton keeps what it has compiled.
+
+Called once by the worker of a GPU, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+from triton import knobs
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def provide_cache_folder() -> None:
+    """Give this process and those that it starts another folder where Triton's cannot be written.
+
+    What lies in Triton's own is found there too, and nothing that is compiled outlives the process.
+    """
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        own = Path(tempfile.mkdtemp(prefix="vllm-triton-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        logger.warning(
+            "Triton's cache cannot be written (%s); kernels that are missing there are compiled at "
+            "every start. Let TRITON_CACHE_DIR name a folder that can be written",
+            error,
+        )
+    with contextlib.suppress(OSError):  # it need not be there, or be readable
+        for entry in folder.iterdir():
+            (own / entry.name).symlink_to(entry)
+    knobs.cache.dir = str(own)
