@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops import moe as moe_ops
-from vllm._custom_ops.activation import add_gated
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import make_gated_activation
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
@@ -181,15 +180,10 @@ class FusedMoE(PackedModule):
         count, first = self.num_shared, self.num_experts
         gate_up_TR = F.linear(x_TE, self.w13[first:].flatten(0, 1))
         inner_TSI = self._activate(gate_up_TR.unflatten(1, (count, -1)))
-        total_TE = out_TE if gate_T1 is None else None
-        for inner_TI, down_EI in zip(inner_TSI.unbind(1), self.w2[first:], strict=True):
-            if total_TE is None:
-                total_TE = F.linear(inner_TI, down_EI)
-            else:
-                total_TE.addmm_(inner_TI, down_EI.t())
         if gate_T1 is not None:
-            assert total_TE is not None
-            add_gated(out_TE, total_TE, gate_T1)
+            inner_TSI *= gate_T1.float().sigmoid().to(x_TE.dtype)[:, None]
+        for inner_TI, down_EI in zip(inner_TSI.unbind(1), self.w2[first:], strict=True):
+            out_TE.addmm_(inner_TI, down_EI.t())
 
     def _run_unpacked(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         assert self.w13 is not None and self.w2 is not None
