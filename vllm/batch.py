@@ -7,7 +7,7 @@ sampler, changed by nobody. Importing this module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ class AttentionState:
         caches: for each decoder layer its views, or None where the layer keeps nothing. A layer
             that reads another's cache holds the same views as the owner.
         plans: (group index, kernel name) -> what that kernel's `plan()` returned for this batch.
-        shared: what the first layer of a kind works out for the others of this step, by the name of
-            the kind.
+            What a model plans for all layers of a group stands beside it under a name of its own.
     """
 
     caches: tuple[LayerCache | None, ...]
     plans: Mapping[tuple[int, str], Any]
-    shared: dict[str, Any] = field(default_factory=dict)

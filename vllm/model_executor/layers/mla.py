@@ -14,6 +14,7 @@ R size with positions, L size of a latent, V size of a head's value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -41,7 +42,8 @@ from vllm.utils.tensors import from_torch_dtype
 LATENT_NORM_EPSILON = 1e-6
 """Of the norms of latents; the config's rms_norm_eps is that of the other norms."""
 
-_SHARED = "latent rows"
+LATENT_ROWS = "latent rows"
+"""Names the plan of a step that says which rows attend to latents, beside those of kernels."""
 
 
 class LatentAttention(Attention):
@@ -137,8 +139,8 @@ class LatentAttentionBlock(nn.Module):
         asked = self.query_up(self._project_query(x_TE))
         asked_THD = asked.unflatten(-1, (-1, sizes.nope + sizes.rope))
         row_T1D = self.latent_down(x_TE).unsqueeze(1)
-        may_expand = can_expand(x_TE) and self.attention.sees_all
-        rows = self._cut(batch, attention) if may_expand else None
+        group = self._find_cache(attention).group
+        rows: LatentRows | None = attention.plans.get((group, LATENT_ROWS))
         value_THV = asked_THD.new_empty(*asked_THD.shape[:2], sizes.value)
         if rows is None or rows.expanded is None:
             query_THD = asked_THD.new_empty(*asked_THD.shape[:2], sizes.row)
@@ -161,13 +163,9 @@ class LatentAttentionBlock(nn.Module):
         )
         return self.out(value_THV.flatten(1))
 
-    def _cut(self, batch: ForwardBatch, attention: AttentionState) -> LatentRows:
-        """Return what all layers of a step share."""
-        rows: LatentRows | None = attention.shared.get(_SHARED)
-        if rows is None:
-            rows = cut_rows(batch, attention, self._sizes, self.attention.kernel)
-            attention.shared[_SHARED] = rows
-        return rows
+    def plan_rows(self, batch: ForwardBatch, attention: AttentionState) -> LatentRows:
+        """Return how the rows of a step are served by all layers of these sizes."""
+        return cut_rows(batch, attention, self._sizes, self.attention.kernel)
 
     def _place_rows(
         self,
@@ -285,9 +283,28 @@ class LatentAttentionBlock(nn.Module):
         return self.query_norm.apply_in_place(self.query_down(x_TE))
 
 
-def can_expand(x_TE: Tensor) -> bool:
+def plan_latents(
+    layers: Sequence[LatentAttentionBlock], batch: ForwardBatch, attention: AttentionState
+) -> AttentionState:
+    """Return a step's plans and, where rows may be expanded, which of them are.
+
+    Args:
+        layers: those of a model, which have the same sizes.
+        batch: the step.
+        attention: what the kernels have planned for it.
+    """
+    expanding = [layer for layer in layers if layer.attention.sees_all]
+    if not expanding or not can_expand(batch.positions):
+        return attention
+    rows = expanding[0].plan_rows(batch, attention)
+    caches = (attention.caches[layer.attention.layer] for layer in expanding)
+    plans = {(cache.group, LATENT_ROWS): rows for cache in caches if cache is not None}
+    return replace(attention, plans={**attention.plans, **plans})
+
+
+def can_expand(tensor: Tensor) -> bool:
     """Whether there is a kernel for expanded prompts where a step runs."""
-    return x_TE.is_cuda
+    return tensor.is_cuda
 
 
 def can_fuse(row_T1D: Tensor, cache: Tensor, sizes: LatentSizes) -> bool:

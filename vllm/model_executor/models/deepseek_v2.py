@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from vllm._custom_ops.moe import ExpertChoice
+from vllm.batch import AttentionState, ForwardBatch
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.float_router import FloatRouter
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.latent_expansion import LatentSizes
-from vllm.model_executor.layers.mla import LatentAttentionBlock
+from vllm.model_executor.layers.mla import LatentAttentionBlock, plan_latents
 from vllm.model_executor.layers.shared_experts import hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.blocks import BlockContext, MlpBlock
@@ -75,6 +76,12 @@ class DeepseekV2ForCausalLM(CausalLM):
             )
 
         return make_llama_shape(config, read_layer)
+
+    def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
+        """See TextModel."""
+        mixers = (block.attention for block in self.blocks)
+        layers = [mixer for mixer in mixers if isinstance(mixer, LatentAttentionBlock)]
+        return super().forward(batch, plan_latents(layers, batch, attention))
 
 
 def _read_sizes(config: Mapping[str, Any]) -> LatentSizes:
