@@ -85,9 +85,12 @@ class KernelCompiler:
         ended: dict[int, str] = {}
         with contextlib.suppress(OSError):  # it has died: told below
             ended |= self._ask(self._process, notes, num_processes)
+        failures: dict[str, set[str]] = {}
         for place, text in ended.items():
-            if text:
-                logger.warning("kernel %s was not compiled ahead: %s", notes[place].name, text)
+            failures.setdefault(text, set()).add(notes[place].name)
+        failures.pop("", None)
+        for text, names in failures.items():
+            logger.warning("not compiled ahead: %s: %s", ", ".join(sorted(names)), text)
         if len(ended) < len(notes):
             logger.warning(
                 "%d kernels were not compiled ahead, but will be when they are first launched: the "
