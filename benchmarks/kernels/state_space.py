@@ -22,9 +22,11 @@ from vllm._custom_ops.triton import (
     causal_conv,
     delta_chunks,
     delta_rule,
+    delta_step,
     gated_norm,
     mamba2,
     mamba2_chunks,
+    mamba2_step,
 )
 
 UNIT_BYTES = 256
@@ -110,8 +112,21 @@ def make_states(load: Load, shape: tuple[int, ...], dtype: torch.dtype) -> list[
     return states
 
 
+def make_window(load: Load, channels: int, stride: int) -> Tensor:
+    """Return what convolutions remember, as a cache shows it; its units lie like those of states.
+
+    Args:
+        stride: bytes from one row's state to the next.
+    """
+    item = torch.bfloat16.itemsize
+    flat = torch.zeros(load.num_rows * stride // item, dtype=torch.bfloat16, device="cuda")
+    units = (load.num_rows - 1) * (stride // UNIT_BYTES) + 1
+    shape = (units, TAPS - 1, channels)
+    return flat.as_strided(shape, (UNIT_BYTES // item, channels, 1)).transpose(1, 2)
+
+
 def make_delta(load: Load, kept: torch.dtype = torch.float32) -> Work:
-    """The gated delta rule: in a decode step with gates and norm, else alone."""
+    """The gated delta rule: in a decode step with convolution, gates and norm, else alone."""
     shape = (HEADS, SIZE, SIZE)
     states = make_states(load, shape, kept)
     state_bytes = HEADS * SIZE * SIZE * kept.itemsize
@@ -123,10 +138,13 @@ def make_delta(load: Load, kept: torch.dtype = torch.float32) -> Work:
     num_bytes = 2 * load.num_rows * state_bytes + 3 * v.numel() * 2
     if load.is_decode:
         a, b = draw(num_tokens, HEADS), draw(num_tokens, HEADS)
-        rows, weight = load.rows(state_bytes, 9), draw(SIZE)
+        channels = (2 * KEY_HEADS + HEADS) * SIZE
+        rows, weight, filters = load.rows(state_bytes, 9), draw(SIZE), draw(TAPS, channels).T
+        conv_state = make_window(load, channels, state_bytes)
         call = partial(
-            delta_rule.gated_delta_step, out, q, k, v, a, b, gate, a_log, dt_bias, weight
-        )
+            delta_step.gated_delta_step, out, draw(num_tokens, channels), a, b, gate, filters,
+            a_log, dt_bias, weight, conv_state,
+        )  # fmt: skip
         calls = [partial(call, state, *rows, SIZE**-0.5, 1e-6) for state in states]
         return Work(op="gated_delta_step", load=load, calls=calls, num_bytes=num_bytes)
     g = -draw_floats(num_tokens * HEADS).abs().view(num_tokens, HEADS)
@@ -142,7 +160,7 @@ def make_delta(load: Load, kept: torch.dtype = torch.float32) -> Work:
 
 
 def make_mamba(load: Load, kept: torch.dtype = torch.float32) -> Work:
-    """The Mamba-2 scan."""
+    """The Mamba-2 scan: in a decode step with convolution and norm."""
     states = make_states(load, (MAMBA_HEADS, MAMBA_SIZE, STATE), kept)
     state_bytes = MAMBA_HEADS * MAMBA_SIZE * STATE * kept.itemsize
     num_tokens = load.num_tokens
@@ -153,9 +171,15 @@ def make_mamba(load: Load, kept: torch.dtype = torch.float32) -> Work:
     limits = (0.0, float("inf"))
     num_bytes = 2 * load.num_rows * state_bytes + 2 * x.numel() * 2
     if load.is_decode:
-        rows = load.rows(state_bytes, 9)
-        call = partial(mamba2.mamba2_step, out, x, dt, a_log, b, c, skip, dt_bias)
-        calls = [partial(call, state, *rows, *limits) for state in states]
+        channels = MAMBA_HEADS * MAMBA_SIZE + 2 * GROUPS * STATE
+        xbc, gate = draw(num_tokens, channels), draw(num_tokens, MAMBA_HEADS * MAMBA_SIZE)
+        rows, filters = load.rows(state_bytes, 9), draw(TAPS, channels).T
+        conv_state = make_window(load, channels, state_bytes)
+        call = partial(
+            mamba2_step.mamba2_step, out, xbc, dt, gate, filters, draw(channels), a_log, skip,
+            dt_bias, draw(gate.shape[1]), conv_state,
+        )  # fmt: skip
+        calls = [partial(call, state, *rows, *limits, 1e-6) for state in states]
         return Work(op="mamba2_step", load=load, calls=calls, num_bytes=num_bytes)
     rows = load.rows(state_bytes, 8)
     call = partial(mamba2.mamba2_scan, out, x, dt, -a_log.exp(), b, c, skip, dt_bias)
@@ -207,9 +231,9 @@ def measure_flops_per_s() -> float:
 def choose_forms(args: argparse.Namespace) -> None:
     """Let kernels take the forms that the command line names."""
     if args.few_heads is not None:
-        mamba2.FEW_HEADS = args.few_heads
+        mamba2_step.FEW_HEADS = args.few_heads
     if args.value_block is not None:
-        delta_rule.VALUE_BLOCK = args.value_block
+        delta_step.VALUE_BLOCK = args.value_block
     if args.delta_form is not None:
         stages, programs, is_grouped = map(int, args.delta_form.split(","))
         delta_chunks.PASS_STAGES, delta_chunks.MANY_PROGRAMS = stages, programs

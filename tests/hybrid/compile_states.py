@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from tests._custom_ops.triton.compile_for import BF16, main
-from tests.utils.states import make_state_rows
+from tests.utils.states import make_conv_state, make_state_rows
 from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm, mamba2
 
 DECODE, PROMPTS = [1, 1], [300, 90]
@@ -42,6 +42,36 @@ def scan_mamba(new_lens: list[int]) -> None:
     )
 
 
+def step_deltas() -> None:
+    """A decode step of Qwen3-Next's linear attention."""
+    keys, values = 16 * 128, 32 * 128
+    rows = make_state_rows((32, 128, 128), torch.float32, DECODE, [7, 7], "cpu")
+    wide = torch.zeros(2, 2 * keys + 2 * values + 64, dtype=BF16)
+    qkv, gate, a, b = wide.split((2 * keys + values, values, 32, 32), -1)
+    weight = torch.zeros(4, 2 * keys + values, dtype=BF16).T
+    conv_state = make_conv_state(rows, 2 * keys + values, 4, BF16)
+    ones, norm = torch.ones(32), torch.ones(128, dtype=BF16)
+    out = torch.zeros(2, 32, 128, dtype=BF16)
+    delta_rule.gated_delta_step(
+        out, qkv, a, b, gate.unflatten(-1, (32, 128)), weight, ones, ones, norm, conv_state,
+        rows.view, *rows.after, 0.1, 1e-6,
+    )  # fmt: skip
+
+
+def step_mamba() -> None:
+    """A decode step of Nemotron-H's Mamba-2."""
+    inner, mixed = 128 * 64, 128 * 64 + 2 * 8 * 128
+    rows = make_state_rows((128, 64, 128), torch.float32, DECODE, [7, 7], "cpu")
+    gate, xbc, dt = torch.zeros(2, inner + mixed + 128, dtype=BF16).split((inner, mixed, 128), -1)
+    weight, bias = torch.zeros(4, mixed, dtype=BF16).T, torch.zeros(mixed, dtype=BF16)
+    conv_state = make_conv_state(rows, mixed, 4, BF16)
+    ones, norm = torch.ones(128), torch.ones(inner, dtype=BF16)
+    mamba2.mamba2_step(
+        torch.zeros(2, 128, 64, dtype=BF16), xbc, dt, gate, weight, bias, ones, ones, ones, norm,
+        conv_state, rows.view, *rows.after, 0.0, 1e30, 1e-6,
+    )  # fmt: skip
+
+
 def convolve(channels: int, new_lens: list[int]) -> None:
     """Four taps over the channels of a state layer."""
     rows = make_state_rows((3, channels), BF16, new_lens, [7] * len(new_lens), "cpu")
@@ -62,8 +92,10 @@ def norm_gated(size: int, channels: int) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "delta rule, decode": partial(scan_deltas, DECODE),
+    "delta rule, step": step_deltas,
     "delta rule, prompts": partial(scan_deltas, PROMPTS),
     "Mamba-2, decode": partial(scan_mamba, DECODE),
+    "Mamba-2, step": step_mamba,
     "Mamba-2, prompts": partial(scan_mamba, PROMPTS),
     "convolution, decode": partial(convolve, 8192, DECODE),
     "convolution, prompts": partial(convolve, 8192, PROMPTS),

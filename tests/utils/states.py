@@ -41,8 +41,7 @@ class StateRows:
     @property
     def memory(self) -> Tensor:
         """All bytes: gaps and neighbours must stay as they were."""
-        size = self.view.untyped_storage().nbytes() // self.view.dtype.itemsize
-        return self.view.as_strided((size,), (1,), 0)
+        return all_bytes(self.view)
 
 
 def make_state_rows(
@@ -81,6 +80,30 @@ def make_state_rows(
         num_computed=done.to(device),
         seq_lens=(done + torch.tensor(lengths, dtype=torch.int32)).to(device),
     )
+
+
+def make_conv_state(rows: StateRows, channels: int, taps: int, dtype: torch.dtype) -> Tensor:
+    """Make the inputs that a convolution remembers, in memory of their own at the rows' offsets.
+
+    Returns:
+        [units, C, K - 1], as the ops take it; NaN but in the states of continued rows, which hold
+        numbers of bfloat16 whatever the dtype.
+    """
+    size, unit = (taps - 1) * channels, UNIT_BYTES // dtype.itemsize
+    num_units = rows.view.shape[0]
+    flat = torch.full((num_units * unit + size,), float("nan"), dtype=dtype)
+    view = flat.as_strided((num_units, taps - 1, channels), (unit, channels, 1))
+    for row, done in enumerate(rows.num_computed.tolist()):
+        if done > 0:
+            state = random_rows(taps - 1, channels, dtype=torch.bfloat16, seed=100 + row)
+            view[int(rows.offsets[row])] = state.to(dtype)
+    moved = flat.to(rows.view.device)
+    return moved.as_strided(view.shape, view.stride()).transpose(1, 2)
+
+
+def all_bytes(state: Tensor) -> Tensor:
+    """Return the memory of a state, whose units overlap."""
+    return state.as_strided((state.untyped_storage().nbytes() // state.dtype.itemsize,), (1,), 0)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -180,15 +180,15 @@ def gated_delta_rule(
 
 def gated_delta_step(
     out_THV: Tensor,
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
+    qkv_TC: Tensor,
     a_TH: Tensor,
     b_TH: Tensor,
     gate_THV: Tensor,
+    conv_weight_CK: Tensor,
     a_log_H: Tensor,
     dt_bias_H: Tensor,
     norm_weight_V: Tensor,
+    conv_state: Tensor,
     state: Tensor,
     state_offsets: Tensor,
     cu_query_lens: Tensor,
@@ -196,25 +196,26 @@ def gated_delta_step(
     scale: float,
     epsilon: float,
 ) -> None:
-    """Make gates, run the gated delta rule and norm and gate each head, one token a row; GPU only.
+    """Run a gated delta net between its projections, one token a row; GPU only.
 
-    The composition of `delta_rule_gates`, `gated_delta_rule` with l2norm and, over each head,
+    The composition of `causal_conv1d` with silu over queries, keys and values, which stand behind
+    each other in `qkv_TC`, `delta_rule_gates`, `gated_delta_rule` with l2norm and, over each head,
     `gated_rms_norm` with the gate after the norm, and with their arguments; the norm has a weight
     for each of V. The heads of output and gate are neighbours in memory.
 
-    Cost: reads and writes each row's state once.
+    Cost: reads and writes each row's states once.
     """
     C.gated_delta_step(
         out_THV,
-        q_THK,
-        k_THK,
-        v_THV,
+        qkv_TC,
         a_TH,
         b_TH,
         gate_THV,
+        conv_weight_CK,
         a_log_H,
         dt_bias_H,
         norm_weight_V,
+        conv_state,
         state,
         state_offsets,
         cu_query_lens,
@@ -288,41 +289,52 @@ def mamba2_scan(
 
 def mamba2_step(
     out_THP: Tensor,
-    x_THP: Tensor,
+    xbc_TC: Tensor,
     dt_TH: Tensor,
+    gate_TC: Tensor | None,
+    conv_weight_CK: Tensor,
+    conv_bias_C: Tensor | None,
     a_log_H: Tensor,
-    B_TGN: Tensor,
-    C_TGN: Tensor,
     D_H: Tensor,
     dt_bias_H: Tensor,
+    norm_weight_C: Tensor | None,
+    conv_state: Tensor,
     state: Tensor,
     state_offsets: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     dt_min: float,
     dt_max: float,
+    epsilon: float,
 ) -> None:
-    """Run the Mamba-2 recurrence over one token a row; GPU only.
+    """Run a Mamba-2 mixer between its projections, one token a row; GPU only.
 
-    A is -exp(a_log); the other arguments are those of `mamba2_scan`.
+    The composition of `causal_conv1d` with silu over x, B and C, which stand behind each other in
+    `xbc_TC`, `mamba2_scan` with A = -exp(a_log) and, unless gate and norm weight are None,
+    `gated_rms_norm` of the channels of each group of heads with the gate before the norm, and with
+    their arguments. The heads of the output are neighbours in memory.
 
-    Cost: reads and writes each row's state once.
+    Cost: reads and writes each row's states once.
     """
     C.mamba2_step(
         out_THP,
-        x_THP,
+        xbc_TC,
         dt_TH,
+        gate_TC,
+        conv_weight_CK,
+        conv_bias_C,
         a_log_H,
-        B_TGN,
-        C_TGN,
         D_H,
         dt_bias_H,
+        norm_weight_C,
+        conv_state,
         state,
         state_offsets,
         cu_query_lens,
         seq_lens,
         dt_min,
         dt_max,
+        epsilon,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.utils.ops import FLOAT_DTYPES, poisoned, random_rows
-from tests.utils.states import assert_close, make_state_rows
+from tests.utils.states import all_bytes, assert_close, make_conv_state, make_state_rows
 from vllm._custom_ops.naive import state_space as naive
 
 ROWS = {
@@ -21,6 +21,8 @@ ROWS = {
 }
 SHAPES = {"even": (2, 32, 1, 64), "odd": (3, 21, 1, 19), "deep": (2, 64, 2, 136)}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+STATE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""After a step: a convolved number may be rounded the other way."""
 
 
 def make_inputs(
@@ -72,26 +74,48 @@ def test_equals_the_twin(device: str, shape: str, name: str, dtype: torch.dtype)
 def test_step_equals_the_twin(
     device: str, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
-    """Continued, new and padding rows and one without a token."""
+    """Continued, new and padding rows and one without a token; with a norm and without."""
     from vllm._custom_ops.triton import mamba2 as ops
 
-    heads, size, _, state = shape
     lengths, computed = [1, 1, 0, 1, 1], [4, 0, 6, -1, 1]
-    x, dt, b, c = make_inputs(4, shape, dtype, device)
-    a_log, skip, bias = (
-        random_rows(heads, dtype=torch.float32, seed=s).to(device) for s in (2, 3, 4)
-    )
-    found = []
-    for module in (ops, naive):
-        rows = make_state_rows((heads, size, state), torch.float32, lengths, computed, device)
-        out = poisoned(x.shape, dtype).to(device)
-        module.mamba2_step(
-            out, x, dt, a_log, b, c, skip, bias, rows.view, *rows.after, 0.001, 100.0
-        )
-        found.append((out, rows.memory))
-    assert_close(found[0][0], found[1][0], TOLERANCE[dtype])
-    assert_close(found[0][1], found[1][1], 1e-5)
-    assert not found[0][0][2].any()
+    for has_norm, taps in ((True, 4), (False, 2)):
+        given = make_step_inputs(4, shape, dtype, device, taps=taps, has_norm=has_norm)
+        found = []
+        for module in (ops, naive):
+            rows = make_state_rows(
+                (shape[0], shape[1], shape[3]), torch.float32, lengths, computed, device
+            )
+            conv_state = make_conv_state(rows, given[0].shape[1], taps, dtype)
+            out = poisoned((4, *shape[:2]), dtype).to(device)
+            module.mamba2_step(out, *given, conv_state, rows.view, *rows.after, 0.001, 100.0, 1e-5)
+            found.append((out, rows.memory, all_bytes(conv_state)))
+        assert_close(found[0][0], found[1][0], TOLERANCE[dtype])
+        assert_close(found[0][1], found[1][1], STATE_TOLERANCE[dtype])
+        torch.testing.assert_close(found[0][2], found[1][2], rtol=0, atol=0, equal_nan=True)
+        assert not found[0][0][2].any()
+
+
+def make_step_inputs(
+    num_tokens: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    taps: int = 4,
+    has_norm: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Return what the step op takes between the output and the states."""
+    heads, size, groups, state = shape
+    inner, mixed = heads * size, heads * size + 2 * groups * state
+    wide = random_rows(num_tokens, inner + mixed + heads, dtype=dtype, seed=1).to(device)
+    gate, xbc, dt = wide.split((inner, mixed, heads), -1)
+    weight = random_rows(taps, mixed, dtype=dtype, seed=7).to(device).T
+    bias = random_rows(mixed, dtype=dtype, seed=8).to(device)
+    norm = random_rows(inner, dtype=dtype, seed=9).to(device)
+    numbers = (random_rows(heads, dtype=torch.float32, seed=s).to(device) for s in (2, 3, 4))
+    if not has_norm:
+        return xbc, dt, None, weight, None, *numbers, None
+    return xbc, dt, gate, weight, bias, *numbers, norm
 
 
 def test_many_rows_are_taken_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +153,9 @@ def test_states_of_16_bits(device: str, name: str, kept: torch.dtype) -> None:
     from vllm._custom_ops.triton import mamba2 as ops
 
     heads, size, _, state = SHAPES["even"]
-    x, dt, b, c = make_inputs(sum(ROWS[name][0]), SHAPES["even"], torch.float32, device)
+    num_tokens = sum(ROWS[name][0])
+    x, dt, b, c = make_inputs(num_tokens, SHAPES["even"], torch.float32, device)
+    given = make_step_inputs(num_tokens, SHAPES["even"], torch.float32, device)
     a_log, skip, bias = (
         random_rows(heads, dtype=torch.float32, seed=s).to(device) for s in (2, 3, 4)
     )
@@ -139,7 +165,9 @@ def test_states_of_16_bits(device: str, name: str, kept: torch.dtype) -> None:
         rows = make_state_rows((heads, size, state), kept, *ROWS[name], device)
         out = poisoned(x.shape, x.dtype).to(device)
         if name == "decode":
-            module.mamba2_step(out, x, dt, a_log, b, c, skip, bias, rows.view, *rows.after, *limits)
+            conv_state = make_conv_state(rows, given[0].shape[1], 4, x.dtype)
+            states = (conv_state, rows.view)
+            module.mamba2_step(out, *given, *states, *rows.after, *limits, 1e-5)
         else:
             module.mamba2_scan(
                 out, x, dt, -a_log.exp(), b, c, skip, bias, rows.view, *rows.before, *limits

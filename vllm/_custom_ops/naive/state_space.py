@@ -108,15 +108,15 @@ def gated_delta_rule(
 
 def gated_delta_step(
     out_THV: Tensor,
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
+    qkv_TC: Tensor,
     a_TH: Tensor,
     b_TH: Tensor,
     gate_THV: Tensor,
+    conv_weight_CK: Tensor,
     a_log_H: Tensor,
     dt_bias_H: Tensor,
     norm_weight_V: Tensor,
+    conv_state: Tensor,
     state: Tensor,
     state_offsets: Tensor,
     cu_query_lens: Tensor,
@@ -124,16 +124,23 @@ def gated_delta_step(
     scale: float,
     epsilon: float,
 ) -> None:
-    """Make gates, run the rule, norm and gate each head."""
+    """Convolve, make gates, run the rule, norm and gate each head."""
     rows = _StepRows(state_offsets, cu_query_lens, seq_lens)
-    q, k, v, a, b, gate = map(rows.take, (q_THK, k_THK, v_THV, a_TH, b_TH, gate_THV))
+    qkv, a, b, gate = map(rows.take, (qkv_TC, a_TH, b_TH, gate_THV))
+    mixed_TC = torch.empty_like(qkv)
+    causal_conv1d(mixed_TC, qkv, conv_weight_CK, None, conv_state, *rows.arguments, True)
+    num_heads, key_size, value_size = state.shape[1:]
+    keys = (qkv.shape[1] - num_heads * value_size) // 2
+    q, k, v = mixed_TC.split((keys, keys, num_heads * value_size), 1)
+    q, k = (t.unflatten(1, (-1, key_size)) for t in (q, k))
+    v = v.unflatten(1, (-1, value_size))
     g_TH, beta_TH = torch.empty(2, *a.shape, device=a.device)
     delta_rule_gates(g_TH, beta_TH, a, b, a_log_H, dt_bias_H)
-    result_THV = torch.empty_like(v)
+    result_THV = torch.empty_like(gate)
     gated_delta_rule(result_THV, q, k, v, g_TH, beta_TH, state, *rows.arguments, scale, True)
     result_TC, gate_TC = result_THV.flatten(1), gate.flatten(1)
-    gated_rms_norm(result_TC, result_TC, gate_TC, norm_weight_V, epsilon, v.shape[-1], False)
-    rows.put(out_THV, result_THV)
+    gated_rms_norm(result_TC, result_TC, gate_TC, norm_weight_V, epsilon, value_size, False)
+    rows.put(out_THV, result_TC.view(gate.shape))
 
 
 def mamba2_scan(
@@ -174,28 +181,44 @@ def mamba2_scan(
 
 def mamba2_step(
     out_THP: Tensor,
-    x_THP: Tensor,
+    xbc_TC: Tensor,
     dt_TH: Tensor,
+    gate_TC: Tensor | None,
+    conv_weight_CK: Tensor,
+    conv_bias_C: Tensor | None,
     a_log_H: Tensor,
-    B_TGN: Tensor,
-    C_TGN: Tensor,
     D_H: Tensor,
     dt_bias_H: Tensor,
+    norm_weight_C: Tensor | None,
+    conv_state: Tensor,
     state: Tensor,
     state_offsets: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     dt_min: float,
     dt_max: float,
+    epsilon: float,
 ) -> None:
-    """Scan with A = -exp(A_log)."""
+    """Convolve, scan with A = -exp(A_log), gate and norm each group."""
     rows = _StepRows(state_offsets, cu_query_lens, seq_lens)
-    x, dt, b, c = map(rows.take, (x_THP, dt_TH, B_TGN, C_TGN))
-    result_THP = torch.empty_like(x)
+    xbc, dt = map(rows.take, (xbc_TC, dt_TH))
+    mixed_TC = torch.empty_like(xbc)
+    causal_conv1d(mixed_TC, xbc, conv_weight_CK, conv_bias_C, conv_state, *rows.arguments, True)
+    num_heads, head_size, state_size = state.shape[1:]
+    inner = num_heads * head_size
+    shared = (xbc.shape[1] - inner) // 2
+    x, b, c = mixed_TC.split((inner, shared, shared), 1)
+    x = x.unflatten(1, (-1, head_size))
+    b, c = (t.unflatten(1, (-1, state_size)) for t in (b, c))
+    result_TC = x.new_empty(len(x), inner)
+    result_THP = result_TC.view(x.shape)
     decay_H = -a_log_H.exp()
     mamba2_scan(
         result_THP, x, dt, decay_H, b, c, D_H, dt_bias_H, state, *rows.arguments, dt_min, dt_max
     )
+    if gate_TC is not None and norm_weight_C is not None:
+        size, gate = inner * state_size // shared, rows.take(gate_TC)
+        gated_rms_norm(result_TC, result_TC, gate, norm_weight_C, epsilon, size, True)
     rows.put(out_THP, result_THP)
 
 

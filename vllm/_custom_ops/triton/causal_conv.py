@@ -76,6 +76,28 @@ def convolve(
 
 
 @triton.jit
+def convolve_token(
+    x,
+    weight,
+    bias,
+    state,
+    channels,
+    is_channel,
+    weight_stride,
+    state_stride,
+    has_state,
+    TAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Return some channels of one token, with activation, in float32; the state stays."""
+    numbers = load_filter(weight, bias, channels, is_channel, weight_stride, TAPS, HAS_BIAS)
+    window = load_window(state, channels, is_channel & has_state, state_stride, TAPS)
+    value = tl.load(x + channels, mask=is_channel, other=0.0)
+    window = window + (value,)  # noqa: RUF005
+    return convolve(window, numbers, 0, TAPS, HAS_BIAS, True).to(tl.float32)
+
+
+@triton.jit
 def _load_input(
     token,
     begin,

@@ -12,9 +12,24 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
+from vllm._custom_ops.triton.rounding import round_to, silu
 from vllm.utils.math import cdiv, next_power
 
-_TILE = 1024  # numbers of a program, in whole groups
+NORM_TILE = 1024  # numbers of a program, in whole groups
+
+
+@triton.jit
+def norm_gated(value, gate, scale, epsilon, SIZE: tl.constexpr, GATE_FIRST: tl.constexpr):
+    """Norm and gate rows of SIZE numbers, a group each; rounded to the type of `value`."""
+    dtype: tl.constexpr = value.dtype
+    value, factor = value.to(tl.float32), silu(gate.to(tl.float32))
+    if GATE_FIRST:
+        value *= factor
+    mean = tl.sum(value * value, axis=1) / SIZE
+    value = round_to(value * tl.rsqrt(mean + epsilon)[:, None], dtype) * scale.to(tl.float32)
+    if not GATE_FIRST:
+        value = round_to(value, dtype) * factor
+    return value.to(dtype)
 
 
 @fast_launch
@@ -47,16 +62,9 @@ def _gated_norm_kernel(
     scale = tl.load(weight + of_token * WEIGHT_STRIDE + channel, mask=mask, other=0.0)
     await_inputs(OVERLAPS)
     let_next_start(OVERLAPS)
-    value = tl.load(x + token * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(gate + token * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-    factor = factor / (1.0 + tl.exp(-factor))
-    if GATE_FIRST:
-        value *= factor
-    mean = tl.sum(value * value, axis=1) / SIZE
-    value = (value * tl.rsqrt(mean + epsilon)[:, None]).to(out.dtype.element_ty).to(tl.float32)
-    result = (value * scale.to(tl.float32)).to(out.dtype.element_ty)
-    if not GATE_FIRST:
-        result = (result.to(tl.float32) * factor).to(out.dtype.element_ty)
+    value = tl.load(x + token * x_stride + column, mask=mask, other=0.0)
+    factor = tl.load(gate + token * gate_stride + column, mask=mask, other=0.0)
+    result = norm_gated(value, factor, scale, epsilon, SIZE, GATE_FIRST)
     tl.store(out + token * out_stride + column, result, mask=mask)
 
 
@@ -74,7 +82,7 @@ def gated_rms_norm(
     if not num_tokens:
         return
     block = next_power(group_size)
-    groups = max(1, _TILE // block)
+    groups = max(1, NORM_TILE // block)
     groups_per_token = num_channels // group_size
     num_groups = num_tokens * groups_per_token
     is_overlapped = overlaps(x_TC.device)

@@ -116,14 +116,16 @@ class GatedDeltaNet(nn.Module):
         conv_state, state = rows.fields
         keys, values, heads = self._keys, self._values, self._num_heads
         qkv, z, b, a = self.in_proj(x_TE).split((2 * keys + values, values, heads, heads), dim=-1)
-        q, k, v = self.conv(qkv, conv_state, rows).split((keys, keys, values), dim=-1)
         out_TC = rows.make_like(z)
         key_size, value_size = self._sizes.key_size, self._sizes.value_size
-        q, k = (t.unflatten(-1, (-1, key_size)) for t in (q, k))
-        out, v, gate = (t.unflatten(-1, (-1, value_size)) for t in (out_TC, v, z))
+        out, gate = (t.unflatten(-1, (-1, value_size)) for t in (out_TC, z))
         decay = (self.decay.vector("A_log"), self.decay.vector("dt_bias"))
         scale = key_size**-0.5
         if rows.others is not None:
+            mixed = self.conv(qkv, conv_state, rows.others)
+            q, k, v = mixed.split((keys, keys, values), dim=-1)
+            q, k = (t.unflatten(-1, (-1, key_size)) for t in (q, k))
+            v = v.unflatten(-1, (-1, value_size))
             g_TH = torch.empty(a.shape, dtype=torch.float32, device=a.device)
             beta_TH = torch.empty_like(g_TH)
             state_ops.delta_rule_gates(g_TH, beta_TH, a, b, *decay)
@@ -132,9 +134,10 @@ class GatedDeltaNet(nn.Module):
             )
             self.norm(out_TC, z)  # also over what the step op writes next
         if rows.single is not None:
-            weight, epsilon = self.norm.weight, self.norm.epsilon
+            weights = (self.conv.weight_KC.T, *decay, self.norm.weight)
+            states = (conv_state.transpose(1, 2), state)
             state_ops.gated_delta_step(
-                out, q, k, v, a, b, gate, *decay, weight, state, *rows.single, scale, epsilon
+                out, qkv, a, b, gate, *weights, *states, *rows.single, scale, self.norm.epsilon
             )
         return self.out_proj(out_TC)
 

@@ -126,24 +126,33 @@ class Mamba2Mixer(PackedModule):
         inner, shared, sizes = self._inner, self._shared, self._sizes
         parts = (inner, inner + 2 * shared, self._num_heads)
         gate_TC, xbc_TC, dt_TH = self.in_proj(x_TE).split(parts, dim=-1)
-        x, b, c = self.conv(xbc_TC, conv_state, rows).split((inner, shared, shared), dim=-1)
-        out_TC = rows.make_like(x)
-        out, x = (t.unflatten(-1, (-1, sizes.head_size)) for t in (out_TC, x))
-        b, c = (t.unflatten(-1, (-1, sizes.state_size)) for t in (b, c))
+        out_TC = rows.make_like(gate_TC)
+        out = out_TC.unflatten(-1, (-1, sizes.head_size))
         a_log, skip, dt_bias = map(self.heads.vector, ("A_log", "D", "dt_bias"))
         limits = (sizes.dt_min, sizes.dt_max)
+        has_whole_groups = self._tp.size == 1 or sizes.num_groups > 1
         if rows.others is not None:
+            mixed = self.conv(xbc_TC, conv_state, rows.others)
+            x, b, c = mixed.split((inner, shared, shared), dim=-1)
+            x = x.unflatten(-1, (-1, sizes.head_size))
+            b, c = (t.unflatten(-1, (-1, sizes.state_size)) for t in (b, c))
             decay_H = -a_log.exp() if self.decay_H is None else self.decay_H
             state_ops.mamba2_scan(
                 out, x, dt_TH, decay_H, b, c, skip, dt_bias, state, *rows.others, *limits
             )
+            if has_whole_groups:
+                self.norm(out_TC, gate_TC)  # also over what the step op writes next
         if rows.single is not None:
+            gate, weight = (gate_TC, self.norm.weight) if has_whole_groups else (None, None)
+            conv = (self.conv.weight_KC.T, self.conv.bias_C)
+            states = (conv_state.transpose(1, 2), state)
             state_ops.mamba2_step(
-                out, x, dt_TH, a_log, b, c, skip, dt_bias, state, *rows.single, *limits
-            )
-        if self._tp.size > 1 and sizes.num_groups == 1:
-            return self.out_proj(self._norm_over_ranks(out_TC, gate_TC))
-        return self.out_proj(self.norm(out_TC, gate_TC))
+                out, xbc_TC, dt_TH, gate, *conv, a_log, skip, dt_bias, weight, *states,
+                *rows.single, *limits, self.norm.epsilon,
+            )  # fmt: skip
+        if not has_whole_groups:
+            out_TC = self._norm_over_ranks(out_TC, gate_TC)
+        return self.out_proj(out_TC)
 
     def _norm_over_ranks(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
         """Norm channels of which every rank holds a part."""

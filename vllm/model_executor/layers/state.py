@@ -156,19 +156,16 @@ class CausalConv(nn.Module):
         taps, channels = self.weight_KC.shape
         return state_field("conv", (taps - 1, channels), dtype)
 
-    def forward(self, x_TC: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-        """Return the convolved inputs, [T, C], and move the state on.
+    def forward(self, x_TC: Tensor, state: Tensor, rows: RowArguments) -> Tensor:
+        """Return the convolved inputs of some rows, [T, C], and move their states on.
 
         Args:
-            x_TC: inputs, contiguous in C.
+            x_TC: inputs of the step, contiguous in C.
             state: the cache field of `cache_field`, [units, K - 1, C].
-            rows: the step's rows.
+            rows: with tokens before the step; for tokens of other rows the result is anything.
         """
         out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
-        if rows.others is not None:
-            self._convolve(out_TC, x_TC, state, rows.others)
-        if rows.single is not None:
-            self._step(out_TC, x_TC, None, None, state, rows.single)
+        self._convolve(out_TC, x_TC, state, rows)
         return out_TC
 
     def forward_gated(
