@@ -75,6 +75,7 @@ def attend(
     num_decode_rows: int,
     max_query_len: int,
     max_seq_len: int,
+    are_decodes_cached: bool = False,
     are_prompts_whole: bool = False,
     chunks: ChunkRows | None = None,
     joined: JoinedRows | None = None,
@@ -87,6 +88,8 @@ def attend(
         num_decode_rows: leading rows with one new token, or none where rows are padding.
         max_query_len: no row has more new tokens.
         max_seq_len: no row is longer.
+        are_decodes_cached: the new rows of K and V of the leading rows are in the cache too; read
+            from there they cost a kernel fewer instructions.
         are_prompts_whole: the other rows have nothing in the cache that their new rows lack.
         chunks: rows that are split over their keys, or None.
         joined: what the remaining rows see, to be laid behind each other first, or None.
@@ -95,7 +98,8 @@ def attend(
     args.check()
     num_rows = args.seq_lens.shape[0]
     if num_decode_rows > 0:
-        decode_attention(args, num_decode_rows, max_seq_len)
+        cached = args.without_fresh() if are_decodes_cached else args
+        decode_attention(cached, num_decode_rows, max_seq_len)
     if chunks is not None:
         chunk_attention(args, chunks.rows, chunks.max_query_len, chunks.max_seq_len)
     num_prompts = num_rows - num_decode_rows

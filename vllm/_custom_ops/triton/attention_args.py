@@ -6,7 +6,7 @@ looks at the contents of a device tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,10 @@ class AttentionArgs:
         )
         tensors = (self.out, self.query, rows, values, self.fresh_key, self.fresh_value)
         _require(all(t is None or t.stride(-1) == 1 for t in tensors), "a head must be contiguous")
+
+    def without_fresh(self) -> AttentionArgs:
+        """Return these arguments for rows whose K and V are all in the cache."""
+        return replace(self, fresh_key=None, fresh_value=None)
 
     @property
     def num_kv_heads(self) -> int:

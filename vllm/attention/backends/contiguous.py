@@ -154,7 +154,7 @@ class ContiguousBackend(AttentionBackend):
     ) -> None:
         """See `AttentionBackend.forward`."""
         store_new_rows(key_THD, value_THD, cache, batch, params, rows_are_cached)
-        attend_decode_rows(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
+        attend_decode_rows(out_THD, query_THD, cache, batch, params)
         if not plan.new_lens:
             return
         prompts = slice(batch.num_decode_rows, None)

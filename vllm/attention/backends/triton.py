@@ -146,7 +146,7 @@ class TritonBackend(AttentionBackend):
         )
         if is_torchs and cudnn.is_length_served(plan.prompt_len):
             assert key_THD is not None and value_THD is not None
-            attend_decode_rows(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
+            attend_decode_rows(out_THD, query_THD, cache, batch, params)
             prompts = slice(batch.num_decode_rows, None)
             cudnn.attend_equal_prompts(
                 out_THD[prompts],
@@ -166,6 +166,7 @@ class TritonBackend(AttentionBackend):
             num_decode_rows=batch.num_decode_rows,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
+            are_decodes_cached=True,  # see `attend_decode_rows`
             are_prompts_whole=plan.are_prompts_whole,
             chunks=plan.chunks,
             joined=plan.join(batch, params.window, cache) if has_cached_prompts else None,
@@ -191,18 +192,19 @@ def store_new_rows(
 def attend_decode_rows(
     out_THD: Tensor,
     query_THD: Tensor,
-    key_THD: Tensor | None,
-    value_THD: Tensor | None,
     cache: LayerCache,
     batch: ForwardBatch,
     params: AttentionParams,
 ) -> None:
-    """Attend for the leading rows with one new token; the others are not touched."""
+    """Attend for the leading rows with one new token; the others are not touched.
+
+    Their new rows of K and V are in the cache, by this layer or the one that it reads.
+    """
     if batch.num_decode_rows == 0:
         return
     from vllm._custom_ops.triton.attention_decode import decode_attention  # noqa: PLC0415
 
-    args = _make_args(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
+    args = _make_args(out_THD, query_THD, None, None, cache, batch, params)
     args.check()
     decode_attention(args, batch.num_decode_rows, batch.max_seq_len)
 
