@@ -12,7 +12,9 @@ the outputs, while the tiles of the next chunks are on their way.
 
 Operands of products are rounded to the dtype of the inputs. What a token does to its own output is
 the largest part of it where states decay fast, and is kept out of that: the diagonal of T D is one,
-which no rounding changes, and the diagonal of queries and keys is applied in float32.
+which no rounding changes, and the diagonal of queries and keys is applied in float32. A state that
+a step continues may be far larger than what follows: queries of its first chunk read it in two
+parts.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.3; the form for one chunk is that of
 arXiv 2406.06484. The inverse is that of `triangle.py`.
@@ -240,6 +242,7 @@ def _delta_pass_kernel(
     factors += head * num_tokens
     part = HEADS * num_tokens
     kept += head * num_places + begin // CHUNK - tl.load(cu_query_lens) // CHUNK + row
+    exact_end = tl.where(computed > 0, begin + 1, begin)
     for first in tl.range(begin, end, CHUNK, num_stages=STAGES):
         is_token = first + at < end
         tokens = (first + at).to(tl.int64)
@@ -251,6 +254,9 @@ def _delta_pass_kernel(
         change = tl.dot(solved, old, change.to(tl.float32), input_precision=PRECISION)
         query = load_tile(q, tokens, keys, is_token, is_key, q_stride)
         read = tl.dot(query, old, input_precision=PRECISION)
+        if first < exact_end:
+            rest = (state_KV - old.to(tl.float32)).to(dtype)
+            read = tl.dot(query, rest, read, input_precision=PRECISION)
         read *= tl.load(factors + tokens, mask=is_token, other=0.0)[:, None]
         read += change * tl.load(factors + 2 * part + tokens, mask=is_token, other=0.0)[:, None]
         scores = load_tile(
