@@ -97,6 +97,7 @@ def test_graph_equals_eager_with_prompts(
         return sizes[-1]
 
     monkeypatch.setattr(gpu_input_batch, "find_prompt_size", find)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     directory = Path(write_checkpoint(name, tmp_path))
     limits = {"max_model_len": 450, "max_num_seqs": 40, "max_num_batched_tokens": 512}
     found = []
