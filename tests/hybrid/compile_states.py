@@ -58,17 +58,20 @@ def step_deltas() -> None:
     )  # fmt: skip
 
 
-def step_mamba() -> None:
+def step_mamba(num_rows: int) -> None:
     """A decode step of Nemotron-H's Mamba-2."""
     inner, mixed = 128 * 64, 128 * 64 + 2 * 8 * 128
-    rows = make_state_rows((128, 64, 128), torch.float32, DECODE, [7, 7], "cpu")
-    gate, xbc, dt = torch.zeros(2, inner + mixed + 128, dtype=BF16).split((inner, mixed, 128), -1)
+    lens = ([1] * num_rows, [7] * num_rows)
+    rows = make_state_rows((128, 64, 128), torch.float32, *lens, "cpu")
+    wide = torch.zeros(num_rows, inner + mixed + 128, dtype=BF16)
+    gate, xbc, dt = wide.split((inner, mixed, 128), -1)
     weight, bias = torch.zeros(4, mixed, dtype=BF16).T, torch.zeros(mixed, dtype=BF16)
     conv_state = make_conv_state(rows, mixed, 4, BF16)
     ones, norm = torch.ones(128), torch.ones(inner, dtype=BF16)
+    out = torch.zeros(num_rows, 128, 64, dtype=BF16)
     mamba2.mamba2_step(
-        torch.zeros(2, 128, 64, dtype=BF16), xbc, dt, gate, weight, bias, ones, ones, ones, norm,
-        conv_state, rows.view, *rows.after, 0.0, 1e30, 1e-6,
+        out, xbc, dt, gate, weight, bias, ones, ones, ones, norm, conv_state,
+        rows.view, *rows.after, 0.0, 1e30, 1e-6,
     )  # fmt: skip
 
 
@@ -95,7 +98,8 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, step": step_deltas,
     "delta rule, prompts": partial(scan_deltas, PROMPTS),
     "Mamba-2, decode": partial(scan_mamba, DECODE),
-    "Mamba-2, step": step_mamba,
+    "Mamba-2, step": partial(step_mamba, 1),
+    "Mamba-2, step of many": partial(step_mamba, 2),
     "Mamba-2, prompts": partial(scan_mamba, PROMPTS),
     "convolution, decode": partial(convolve, 8192, DECODE),
     "convolution, prompts": partial(convolve, 8192, PROMPTS),

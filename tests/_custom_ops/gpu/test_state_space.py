@@ -92,23 +92,55 @@ def test_delta_rule(name: str) -> None:
     compare(ops, run, DELTA_SHAPE, name, make_delta_inputs(sum(ROWS[name][0])), like=2)
 
 
+def run_separate_ops(
+    out: Tensor,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gate: Tensor,
+    filters: Tensor,
+    numbers: tuple[Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Do what `gated_delta_step` does; rows as the ops take them that count tokens before."""
+    from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm
+
+    mixed = torch.empty_like(qkv)
+    causal_conv.causal_conv1d(mixed, qkv, filters, None, states[0], *rows, True)
+    q, k, v = mixed.split((KEY_HEADS * KEY, KEY_HEADS * KEY, HEADS * VALUE), -1)
+    q, k, v = (t.unflatten(-1, (-1, KEY)) for t in (q, k, v))
+    g, beta = (torch.empty(a.shape, device="cuda") for _ in range(2))
+    delta_rule.delta_rule_gates(g, beta, a, b, *numbers[:2])
+    delta_rule.gated_delta_rule(out, q, k, v, g, beta, states[1], *rows, KEY**-0.5, True)
+    flat = out.flatten(1)
+    gated_norm.gated_rms_norm(flat, flat, gate.flatten(1), numbers[2], 1e-6, VALUE, False)
+
+
 @pytest.mark.parametrize("name", ["one", "decode"])
 def test_delta_step(name: str) -> None:
+    """Equal to the separate ops, whose twins are above; where nearly nothing is read of a state,
+    the norm enlarges what the convolution rounds, so that float32 would tell nothing."""
     from vllm._custom_ops.triton import delta_rule as ops
 
     a_log, dt_bias, _ = make_head_numbers(HEADS)
-    weight = draw(VALUE, dtype=DTYPE, seed=6)
+    numbers = (a_log, dt_bias, draw(VALUE, dtype=DTYPE, seed=6))
     given = make_delta_step(sum(ROWS[name][0]))
     filters = draw(TAPS, given[0].shape[1], dtype=DTYPE, seed=7).T
-
-    def run(module: object, rows: StateRows, out: Tensor, given: tuple[Tensor, ...]) -> None:
-        conv_state = make_conv_state(rows, given[0].shape[1], TAPS, out.dtype)
-        module.gated_delta_step(  # type: ignore[attr-defined]
-            out, *given, filters.to(out.dtype), a_log, dt_bias, weight.to(out.dtype), conv_state,
-            rows.view, *rows.after, KEY**-0.5, 1e-6,
-        )  # fmt: skip
-
-    compare(ops, run, DELTA_SHAPE, name, given, like=3)
+    found = []
+    for is_separate in (False, True):
+        rows = make_state_rows(DELTA_SHAPE, torch.float32, *ROWS[name], "cuda")
+        conv_state = make_conv_state(rows, given[0].shape[1], TAPS, DTYPE)
+        out, states = poisoned_like(given[3]), (conv_state, rows.view)
+        if is_separate:
+            run_separate_ops(out, *given, filters, numbers, states, rows.before)
+        else:
+            more = (*states, *rows.after, KEY**-0.5, 1e-6)
+            ops.gated_delta_step(out, *given, filters, *numbers, *more)
+        found.append((out, rows.memory, all_bytes(conv_state)))
+    assert_close(found[0][0], found[1][0], TOLERANCE)
+    assert_close(found[0][1], found[1][1], 1e-4)
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=0, atol=0, equal_nan=True)
 
 
 def make_mamba_inputs(num_tokens: int) -> tuple[Tensor, ...]:

@@ -71,12 +71,19 @@ def test_equals_the_twin(device: str, shape: str, name: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (1, 128, 1, 256)])
+@pytest.mark.parametrize("few_heads", [128, 0])
 def test_step_equals_the_twin(
-    device: str, shape: tuple[int, int, int, int], dtype: torch.dtype
+    device: str,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    few_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Continued, new and padding rows and one without a token; with a norm and without."""
     from vllm._custom_ops.triton import mamba2 as ops
+    from vllm._custom_ops.triton import mamba2_step
 
+    monkeypatch.setattr(mamba2_step, "FEW_HEADS", few_heads)
     lengths, computed = [1, 1, 0, 1, 1], [4, 0, 6, -1, 1]
     for has_norm, taps in ((True, 4), (False, 2)):
         given = make_step_inputs(4, shape, dtype, device, taps=taps, has_norm=has_norm)

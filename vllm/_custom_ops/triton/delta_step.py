@@ -167,8 +167,8 @@ def gated_delta_step(
         conv_weight_CK.stride(1), conv_state.stride(0), conv_state.stride(2), state.stride(0),
         state_offsets.stride(0), KEY_HEADS=num_key_heads, KEY=key_size, VALUE=value_size,
         SHARE=num_heads // num_key_heads, TAPS=conv_weight_CK.shape[1],
-        OVERLAPS=is_overlapped, BLOCK_K=next_power(key_size), BLOCK_V=block_v, num_warps=4,
-        launch_pdl=is_overlapped,
+        BLOCK_K=next_power(key_size), BLOCK_V=block_v, num_warps=4,
+        OVERLAPS=is_overlapped, launch_pdl=is_overlapped,
     )  # fmt: skip
     finish_step(
         out_THV, qkv_TC, conv_state, rows, (gate_THV, norm_weight_V), epsilon,

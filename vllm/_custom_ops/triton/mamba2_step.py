@@ -1,9 +1,11 @@
 """Triton twin of `mamba2_step`: a decode step of a Mamba-2 mixer between its two projections.
 
-Registered by `mamba2.py`, called through the door of `_custom_ops/state_space.py`. Two launches: a
-program of the first convolves the channels of its head and group, whose inputs are few beside the
-state that it reads, and takes rows of the head's state on; the second is that of `state_step.py`.
-Results are those of the separate ops.
+Registered by `mamba2.py`, called through the door of `_custom_ops/state_space.py`. Few rows take
+two launches: a program of the first convolves the channels of its head and group and takes rows of
+the head's state on; the second is that of `state_step.py`. But each program of a group convolves B
+and C again, which costs more than a launch once programs fill the GPU several times (64 rows of
+Nemotron-H on an H200: 178 us, and 142 apart): many rows are convolved, taken on and normed in three
+launches. Results are those of the separate ops.
 """
 
 from __future__ import annotations
@@ -12,23 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm._custom_ops.triton.causal_conv import convolve_token
+from vllm._custom_ops.triton.causal_conv import causal_conv1d_step, convolve_token
+from vllm._custom_ops.triton.gated_norm import gated_rms_norm
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.mamba2_chunks import compute_dt
-from vllm._custom_ops.triton.overlap import (
-    LINE_BYTES,
-    await_inputs,
-    let_next_start,
-    overlaps,
-    prefetch_lines,
-)
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, load_row
 from vllm._custom_ops.triton.state_step import finish_step
 from vllm.utils.math import cdiv, next_power
 
 _TILE = 64 * 128  # numbers of a state that a program holds
-FEW_HEADS = 128  # up to so many, smaller tiles give every processor its share
-FETCHED_BYTES = 32 << 20  # states that L2 holds beside what the kernel before uses
+FEW_HEADS = 128  # of all rows: up to so many, tiles are small and each convolves its channels
 
 
 def choose_rows(num_heads: int, head_size: int, state_size: int) -> dict[str, int]:
@@ -42,15 +38,6 @@ def choose_rows(num_heads: int, head_size: int, state_size: int) -> dict[str, in
     block_p = min(next_power(head_size), max(1, tile // block_n))
     num_warps = 8 if block_p * block_n >= _TILE else 4
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": num_warps}
-
-
-def _count_lines(state: Tensor, num_rows: int, block_p: int) -> int:
-    """Return in how many lines a program fetches its tile of a state; 0 if it does not."""
-    num_heads, head_size, state_size = state.shape[1:]
-    row_bytes = num_heads * head_size * state_size * state.element_size()
-    if head_size % block_p or num_rows * row_bytes > FETCHED_BYTES:
-        return 0
-    return next_power(cdiv(block_p * state_size * state.element_size(), LINE_BYTES))
 
 
 @triton.jit
@@ -97,23 +84,13 @@ def _mamba_step_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COPIES: tl.constexpr,
-    LINES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Take BLOCK_P rows of one head's state over a row's token.
-
-    While the kernel before runs, the state is fetched in LINES lines; should the offset be of
-    another step, nothing is lost but the time.
-    """
-    head = tl.program_id(1)
-    row = tl.program_id(2)
-    if LINES:
-        unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
-        lines = state + unit * unit_stride + head * (SIZE * STATE)
-        lines += tl.program_id(0) * (BLOCK_P * STATE)
-        prefetch_lines(lines + tl.arange(0, LINES) * (BLOCK_P * STATE // LINES), OVERLAPS)
+    """Take BLOCK_P rows of one head's state over a row's token; TAPS is 0 if it is convolved."""
     await_inputs(OVERLAPS)
     let_next_start(OVERLAPS)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
     unit = tl.load(state_offsets + row * offset_stride).to(tl.int64)
     begin, end, computed = load_row(row, cu_query_lens, lens, True)
     if begin >= end:
@@ -136,23 +113,29 @@ def _mamba_step_kernel(
     rate = -tl.exp(tl.load(a_log + head))
 
     xbc += token * xbc_stride
-    conv_state += unit * conv_unit_stride
-    # A row for every few threads, all but one empty: each would else convolve all of its tile.
-    first = tl.arange(0, COPIES)[:, None] == 0
-    value = convolve_token(
-        xbc, conv_weight, conv_bias, conv_state, head * SIZE + at[None, :], first & is_at[None, :],
-        weight_stride, conv_stride, has_state, TAPS, HAS_CONV_BIAS,
-    )  # fmt: skip
-    value = tl.sum(value, axis=0)
     shared = HEADS * SIZE + head // (HEADS // GROUPS) * STATE + numbers
-    key = convolve_token(
-        xbc, conv_weight, conv_bias, conv_state, shared, is_number, weight_stride,
-        conv_stride, has_state, TAPS, HAS_CONV_BIAS,
-    )  # fmt: skip
-    query = convolve_token(
-        xbc, conv_weight, conv_bias, conv_state, shared + GROUPS * STATE, is_number,
-        weight_stride, conv_stride, has_state, TAPS, HAS_CONV_BIAS,
-    )  # fmt: skip
+    if TAPS:
+        conv_state += unit * conv_unit_stride
+        # A row for every few threads, all but one empty: each would else convolve all of its tile.
+        at_P = head * SIZE + at[None, :]
+        in_first = (tl.arange(0, COPIES)[:, None] == 0) & is_at[None, :]
+        value = convolve_token(
+            xbc, conv_weight, conv_bias, conv_state, at_P, in_first, weight_stride, conv_stride,
+            has_state, TAPS, HAS_CONV_BIAS,
+        )  # fmt: skip
+        value = tl.sum(value, axis=0)
+        key = convolve_token(
+            xbc, conv_weight, conv_bias, conv_state, shared, is_number, weight_stride,
+            conv_stride, has_state, TAPS, HAS_CONV_BIAS,
+        )  # fmt: skip
+        query = convolve_token(
+            xbc, conv_weight, conv_bias, conv_state, shared + GROUPS * STATE, is_number,
+            weight_stride, conv_stride, has_state, TAPS, HAS_CONV_BIAS,
+        )  # fmt: skip
+    else:
+        value = tl.load(xbc + head * SIZE + at, mask=is_at, other=0.0).to(tl.float32)
+        key = tl.load(xbc + shared, mask=is_number, other=0.0).to(tl.float32)
+        query = tl.load(xbc + shared + GROUPS * STATE, mask=is_number, other=0.0).to(tl.float32)
     state_PN, read = advance_head(state_PN, value, key, query, step, rate)
     read += tl.load(skip + head) * value
     tl.store(out, read.to(out.dtype.element_ty), mask=is_at)
@@ -186,22 +169,32 @@ def mamba2_step(
     num_heads, head_size, state_size = state.shape[1:]
     num_groups = (xbc_TC.shape[1] - num_heads * head_size) // (2 * state_size)
     rows = (state_offsets, cu_query_lens, seq_lens)
+    is_few = num_rows * num_heads <= FEW_HEADS
+    given_TC = xbc_TC
+    if not is_few:
+        given_TC = xbc_TC.new_empty(num_rows, xbc_TC.shape[1])
+        conv = (conv_weight_CK, conv_bias_C, conv_state)
+        causal_conv1d_step(given_TC, xbc_TC[:num_rows], None, None, *conv, *rows, True)
     is_overlapped = overlaps(out_THP.device)
     choice = choose_rows(num_rows * num_heads, head_size, state_size)
     _mamba_step_kernel[cdiv(head_size, choice["BLOCK_P"]), num_heads, num_rows](
-        out_THP, xbc_TC, dt_TH, conv_weight_CK, conv_bias_C, a_log_H, D_H, dt_bias_H, conv_state,
-        state, *rows, dt_min, dt_max, *out_THP.stride()[:2], xbc_TC.stride(0), dt_TH.stride(0),
+        out_THP, given_TC, dt_TH, conv_weight_CK, conv_bias_C, a_log_H, D_H, dt_bias_H, conv_state,
+        state, *rows, dt_min, dt_max, *out_THP.stride()[:2], given_TC.stride(0), dt_TH.stride(0),
         conv_weight_CK.stride(1), conv_state.stride(0), conv_state.stride(2), state.stride(0),
         state_offsets.stride(0), HEADS=num_heads, GROUPS=num_groups, SIZE=head_size,
-        STATE=state_size, TAPS=conv_weight_CK.shape[1], HAS_CONV_BIAS=conv_bias_C is not None,
+        STATE=state_size, TAPS=conv_weight_CK.shape[1] if is_few else 0,
+        HAS_CONV_BIAS=conv_bias_C is not None,
         COPIES=max(1, 32 * choice["num_warps"] // choice["BLOCK_P"]),
-        LINES=_count_lines(state, num_rows, choice["BLOCK_P"]) if is_overlapped else 0,
         OVERLAPS=is_overlapped, launch_pdl=is_overlapped, **choice,
     )  # fmt: skip
     norm = None
     if gate_TC is not None and norm_weight_C is not None:
         norm = (gate_TC, norm_weight_C)
-    group_size = num_heads * head_size // num_groups
-    finish_step(
-        out_THP, xbc_TC, conv_state, rows, norm, epsilon, group_size=group_size, gate_first=True
-    )
+    size = num_heads * head_size // num_groups
+    if is_few:
+        finish_step(
+            out_THP, xbc_TC, conv_state, rows, norm, epsilon, group_size=size, gate_first=True
+        )
+    elif norm is not None:
+        out_TC, gate_TC = out_THP[:num_rows].flatten(1), norm[0][:num_rows]
+        gated_rms_norm(out_TC, out_TC, gate_TC, norm[1], epsilon, size, True)
