@@ -51,8 +51,6 @@ def _tile(
 
 
 STRIPS = {
-    "vector 16x512": Strip(block_n=16, block_k=512, num_warps=4, num_stages=1, is_vector=True),
-    "vector 8x512": Strip(block_n=8, block_k=512, num_warps=4, num_stages=1, is_vector=True),
     "tile 16x256": Strip(block_n=16, block_k=256, num_warps=4, num_stages=4),
     "tile 32x128": Strip(block_n=32, block_k=128, num_warps=4, num_stages=4),
     "tile 32x256": Strip(block_n=32, block_k=256, num_warps=4, num_stages=4),
@@ -66,7 +64,6 @@ FEW_TILES = {
     "64x128x64 tma": _tile(64, 128, 64, 4, 4),
     "64x128x64 small": _tile(64, 128, 64, 4, 4, described=False, small=16),
     "64x128x64 tma small": _tile(64, 128, 64, 4, 4, small=16),
-    "64x64x128 small": _tile(64, 64, 128, 4, 3, described=False, small=16),
 }
 MANY_TILES = {
     "64x128x64 w4 s4": _tile(64, 128, 64, 4, 4, described=False),
@@ -77,7 +74,7 @@ MANY_TILES = {
     "128x256x64 w8 s3 tma small": _tile(128, 256, 64, 8, 3, small=64),
     "128x256x64 w8 s4 tma": _tile(128, 256, 64, 8, 4),
     "128x256x64 w8 s4 tma small": _tile(128, 256, 64, 8, 4, small=64),
-    "256x128x64 w8 s3 tma small": _tile(256, 128, 64, 8, 3, small=128),
+    "128x128x64 w8 s3 small": _tile(128, 128, 64, 8, 3, described=False, small=64),
 }
 
 
@@ -170,7 +167,7 @@ def report(
     ids = ids.int()
     num_elements = 3 * mixture.hidden * mixture.inner
     least_us = ids.unique().numel() * num_elements * 2 / copy_rate * 1e6
-    chosen = (choose_strip(ids.numel()), choose_tile(ids.numel() / mixture.num_experts, x.device))
+    chosen = (choose_strip(ids.numel()), choose_tile(x, ids.numel() / mixture.num_experts))
     for name, form in list_forms(num_tokens, mixture.num_chosen).items():
         time_us = measure_us([bind_layer(p, x, weights, ids, form) for p in products])
         line = {

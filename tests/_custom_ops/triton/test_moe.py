@@ -100,11 +100,11 @@ def assert_equals_twin(
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["single", "vector", "swapped", "grouped", "described", "halved"])
+@pytest.fixture(params=["single", "swapped", "grouped", "described", "halved"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
-    is_single = request.param in ("single", "vector", "swapped")
-    monkeypatch.setattr(moe, "MAX_SINGLE_ROWS", 99 if is_single else 0)
+    is_single = request.param in ("single", "swapped")
+    monkeypatch.setattr(moe, "MAX_SINGLE_TOKENS", 99 if is_single else 0)
     tile = moe_tile.Tile(
         block_m=32 if request.param == "halved" else 16,
         block_n=32,
@@ -120,7 +120,6 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         block_k=16,
         num_warps=4,
         num_stages=1,
-        is_vector=request.param == "vector",
         is_swapped=request.param == "swapped",
     )
     monkeypatch.setattr(moe, "choose_strip", lambda _: strip)
@@ -144,7 +143,7 @@ def test_numbers_of_tokens(device: str, form: str, num_tokens: int, k: int) -> N
 def test_sorted_tokens(
     device: str, monkeypatch: pytest.MonkeyPatch, num_tokens: int, k: int
 ) -> None:
-    monkeypatch.setattr(moe, "MAX_SINGLE_ROWS", 0)
+    monkeypatch.setattr(moe, "MAX_SINGLE_TOKENS", 0)
     x = random_rows(num_tokens, HIDDEN, dtype=torch.float32, seed=8)
     assert_equals_twin("silu", torch.float32, device, x, route(num_tokens, k))
 

@@ -5,7 +5,8 @@ Called by `moe.py` for more pairs than `moe_single.py` takes.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass, replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,25 +20,62 @@ from vllm._custom_ops.triton.moe_tile import Tile, can_describe, compute_tile, d
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm.utils.math import cdiv
 
-_FEW_ROWS = (
-    (16, Tile(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)),
-    (24, Tile(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4)),
-    (100, Tile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)),
-)
-_MANY_ROWS = Tile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
-_MANY_ROWS_ON_HOPPER = Tile(
-    block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, has_descriptors=True
-)
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiles:
+    """The tiles of a kind of GPU.
 
-def choose_tile(rows_per_expert: float, device: torch.device) -> Tile:
-    """Return how to multiply, by how many rows an expert has if all have as many.
-
-    What bounds products of many rows is how fast L2 brings them: a larger tile reads less, and only
-    Hopper's copy engine leaves it registers enough.
+    Attributes:
+        few: for no more tokens than its rows, so that each expert has one block at most.
+        some: for up to _SOME_ROWS rows of an expert.
+        many: for more.
     """
-    many = _MANY_ROWS_ON_HOPPER if is_hopper(device) else _MANY_ROWS
-    return next((tile for most, tile in _FEW_ROWS if rows_per_expert <= most), many)
+
+    few: Tile
+    some: Tile
+    many: Tile
+
+
+_BEFORE_HOPPER = _Tiles(
+    few=Tile(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+    some=Tile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, small_m=16),
+    many=Tile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3, small_m=64),
+)
+_ON_HOPPER = _Tiles(
+    few=replace(_BEFORE_HOPPER.few, block_n=128, num_stages=3, has_descriptors=True),
+    some=replace(_BEFORE_HOPPER.some, has_descriptors=True),
+    many=replace(_BEFORE_HOPPER.many, block_n=256, has_descriptors=True),
+)
+
+_SOME_ROWS = 80
+
+
+def choose_tile(x: Tensor, rows_per_expert: float) -> Tile:
+    """Return how to multiply tokens' rows `x` [T, K].
+
+    How many rows an expert really has is known on the device alone: decode steps of trained models
+    and of made-up weights spread them unlike each other. So that no weight is read twice where 64
+    tokens choose alike, and little is computed for nothing where each expert has six of them,
+    blocks of few pairs take a small tile. Microseconds on an H200, DeepSeek-V2-Lite (with its
+    shared experts but for 8,192 tokens), tokens spread evenly and alike:
+
+        tokens            8           64           256          8,192
+        16 x 64       166  47      288  94      442  312            –
+        64 x 128      172  47      282  50      308  101    2,212  2,171
+        128 x 128       –            –            –         1,870  1,742
+        128 x 256       –            –            –         1,657  1,483
+
+    What bounds many rows is how fast L2 brings them: a larger tile reads less, and only Hopper's
+    copy engine leaves it registers enough.
+
+    Args:
+        x: the rows of the first product.
+        rows_per_expert: how many an expert has if all have as many.
+    """
+    tiles = _ON_HOPPER if is_hopper(x.device) else _BEFORE_HOPPER
+    if x.shape[0] <= tiles.few.block_m:
+        return tiles.few
+    return tiles.some if rows_per_expert <= _SOME_ROWS or x.itemsize > 2 else tiles.many
 
 
 @triton.jit

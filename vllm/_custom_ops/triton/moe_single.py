@@ -19,7 +19,6 @@ from vllm._custom_ops.triton.product import (
     NUM_COUNTERS,
     get_counters,
     is_last_to_arrive,
-    multiply_row,
     multiply_tile,
 )
 from vllm.utils.math import cdiv, next_power
@@ -35,8 +34,7 @@ class Strip:
     Attributes:
         block_n: weight rows of a program, gate and up together.
         block_k: elements of K that are on their way together, of two bytes each.
-        num_stages: tiles that are on their way at once; 1 leaves it to the loads of one tile.
-        is_vector: multiply without tensor cores.
+        num_stages: tiles that are on their way at once.
         is_swapped: see `product.multiply_tile`.
     """
 
@@ -44,7 +42,6 @@ class Strip:
     block_k: int
     num_warps: int
     num_stages: int
-    is_vector: bool = False
     is_swapped: bool = False
 
 
@@ -84,12 +81,10 @@ def _single_kernel(
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    IS_VECTOR: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply one pair's row; where `total` is given, the last pair of a token adds them up."""
@@ -104,17 +99,11 @@ def _single_kernel(
         matrix = weight + expert.to(tl.int64) * expert_rows * K
         start = (pair // rows_of_x).to(tl.int64) * x_stride
         is_row = tl.arange(0, BLOCK_M) == 0
-        if IS_VECTOR:
-            gate, up = multiply_row(
-                x + start, matrix, rows, rows + up_offset, 0, K, K, IS_GATED, EVEN_K,
-                BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        else:
-            starts = start + tl.zeros((BLOCK_M,), tl.int64)
-            gate, up = multiply_tile(
-                x, starts, is_row, matrix, rows, rows + up_offset, 0, K, K,
-                IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+        starts = start + tl.zeros((BLOCK_M,), tl.int64)
+        gate, up = multiply_tile(
+            x, starts, is_row, matrix, rows, rows + up_offset, 0, K, K,
+            IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         result = finish(
             gate, up, bias, expert, rows, rows + up_offset, expert_rows, is_in, alpha, limit,
             x.dtype.element_ty, ACTIVATION,
@@ -186,12 +175,10 @@ def multiply_single(
         ACTIVATION=product.activation,
         IS_GATED=product.is_gated,
         EVEN_K=k % block_k == 0,
-        IS_VECTOR=strip.is_vector,
         IS_SWAPPED=strip.is_swapped,
-        BLOCK_M=1 if strip.is_vector else _TILE_ROWS,
+        BLOCK_M=_TILE_ROWS,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        STAGES=strip.num_stages,
         OVERLAPS=is_overlapped,
         launch_pdl=is_overlapped,
         num_warps=strip.num_warps,

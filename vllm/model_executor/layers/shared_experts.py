@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import Linear
 _ROW_MULTIPLE = 16
 """Of the router's outputs, so that rows of logits are aligned."""
 
-MAX_JOINED_TOKENS = 512
+MAX_JOINED_TOKENS = 1024
 """More tokens do not choose the shared experts."""
 
 
