@@ -56,9 +56,10 @@ def test_large_steps_are_not_padded() -> None:
 
 
 def test_what_comes_before_the_step() -> None:
-    """Long prompts are split over their keys elsewhere; decode rows may be of any length."""
-    assert find([100], MAX_COMPUTED_TOKENS) is not None
-    assert find([100], MAX_COMPUTED_TOKENS + 1) is None
+    """Where many tokens are behind long prompts, those are split over their keys elsewhere."""
+    assert find([129], MAX_COMPUTED_TOKENS) is not None
+    assert find([129], MAX_COMPUTED_TOKENS + 1) is None
+    assert find([128], 100_000) is not None, "all of its rows are split"
     assert find([1, 1], 100_000) is not None
     sizes = list_prompt_sizes(8, 512)
     new_lens, computed = np.array([1, 20]), np.array([100_000, 0])

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm.attention.backends.long_prompts import MAX_CHUNK_TOKENS
 from vllm.worker.block_table import Int64Array
 
 MAX_COMPUTED_TOKENS = 1024
-"""Of a prompt that goes on in a padded step: its keys are not split between programs, which rows
-with few new tokens behind many others need. Decode rows are split, and may be of any length."""
+"""Of a prompt that goes on in a padded step of more than MAX_CHUNK_TOKENS: its keys are not split
+between programs, which few new tokens behind many others need. Those of decode rows and of smaller
+steps are, so that such rows may be of any length."""
 
 _TOKENS = {
     (0, 1): (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024),
@@ -92,12 +94,12 @@ def find_prompt_size(
     num_decode_rows = int((new_lens == 1).sum())
     num_prompt_rows = len(new_lens) - num_decode_rows
     num_tokens = int(new_lens[num_decode_rows:].sum())
-    if num_prompt_rows and computed_lens[num_decode_rows:].max() > MAX_COMPUTED_TOKENS:
-        return None
+    is_long = computed_lens[num_decode_rows:].max(initial=0) > MAX_COMPUTED_TOKENS
+    most_tokens = MAX_CHUNK_TOKENS if is_long else sizes[-1].num_prompt_tokens if sizes else 0
     fitting = (
         size
         for size in sizes
-        if size.num_prompt_tokens >= num_tokens
+        if num_tokens <= size.num_prompt_tokens <= most_tokens
         and size.num_prompt_rows >= num_prompt_rows
         and size.num_decode_rows >= num_decode_rows
     )

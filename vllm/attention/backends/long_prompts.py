@@ -28,8 +28,20 @@ MAX_JOINED_BYTES = 1 << 30
 
 
 def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
-    """Return the rows with few new tokens, or None if no row has them at a long end."""
+    """Return the rows with few new tokens, or None if no row has them at a long end.
+
+    In a padded step, of whose rows the host says nothing, all of them may be at one.
+    """
     first, new, computed = batch.num_decode_rows, batch.new_lens_cpu, batch.computed_lens_cpu
+    if batch.has_spare_tokens and batch.max_query_len <= MAX_CHUNK_TOKENS:
+        device, num_rows = batch.seq_lens.device, batch.seq_lens.shape[0]
+        return ChunkRows(
+            rows=torch.arange(first, num_rows, dtype=torch.int32, device=device),
+            most_tokens=MAX_CHUNK_TOKENS,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            are_all=True,
+        )
     rows = [i for i in range(first, len(new)) if new[i] <= MAX_CHUNK_TOKENS]
     if max((computed[i] for i in rows), default=0) < MIN_CHUNK_COMPUTED:
         return None
