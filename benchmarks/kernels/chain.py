@@ -1,12 +1,11 @@
 """The kernels of one decoder layer of Qwen2-7B in a decode step, one after the other.
 
-Run by hand on a GPU (`VLLM_OVERLAP_KERNELS=1 python -m benchmarks.kernels.chain`), half a minute
-with the compilation; without the variable nothing overlaps. A kernel alone says nothing of what it
-costs between its neighbours: where kernels overlap (`vllm/_custom_ops/triton/overlap.py`), a
-product reads its weight while the norm or the attention before it runs. Prints a JSON line for each
-number of rows and variant: microseconds a layer, in a graph of 20 layers with cold weights, and the
-share of the copy bandwidth that reading the weights makes of it. With names, only the variants that
-begin with one of them are measured.
+Run by hand on a GPU (`python -m benchmarks.kernels.chain`), half a minute with the compilation. A
+kernel alone says nothing of what it costs between its neighbours: where kernels overlap
+(`vllm/_custom_ops/triton/overlap.py`), it is on its way in while the one before it ends. Prints a
+JSON line for each number of rows and variant: microseconds a layer, in a graph of 20 layers with
+cold weights, and the share of the copy bandwidth that reading the weights makes of it. With names,
+only the variants that begin with one of them are measured.
 """
 
 from __future__ import annotations
@@ -52,35 +51,29 @@ class Variant:
 
     Attributes:
         overlaps: whether Triton's kernels overlap; the others do where they can.
-        prefetch_bytes: see `launch_skinny`.
         of_torch: products that are torch's.
         forms: forms of products other than the table's.
     """
 
     name: str
     overlaps: bool = True
-    prefetch_bytes: int = linear.PREFETCH_BYTES
     of_torch: tuple[str, ...] = ()
     forms: dict[str, SkinnyConfig] = field(default_factory=dict)
 
 
-SPLIT_2 = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2)
-SPLIT_3 = replace(SPLIT_2, programs_per_sm=3)
+SPLIT = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2)
+STREAM = replace(SPLIT, is_swapped=True)
 VECTOR = SkinnyConfig(block_n=8, block_k=512, num_stages=1, programs_per_sm=7, is_vector=True)
 LIGHT = SkinnyConfig(block_n=64, block_k=64, num_stages=4, programs_per_sm=3, is_swapped=True)
 SHORT = SkinnyConfig(block_n=32, block_k=128, num_stages=5, programs_per_sm=4)
 
 VARIANTS = (
-    Variant(name="apart, torch's qkv", overlaps=False, prefetch_bytes=0, of_torch=("qkv",)),
-    Variant(name="apart", overlaps=False, prefetch_bytes=0),
+    Variant(name="apart, torch's qkv", overlaps=False, of_torch=("qkv",)),
+    Variant(name="apart", overlaps=False),
     Variant(name="overlap, torch's qkv", of_torch=("qkv",)),
-    Variant(name="overlap, no prefetch", prefetch_bytes=0),
-    Variant(name="overlap, 8 MiB", prefetch_bytes=8 << 20),
-    Variant(name="overlap, 14 MiB", prefetch_bytes=14 << 20),
     Variant(name="overlap"),
-    Variant(name="overlap, 28 MiB", prefetch_bytes=28 << 20),
-    Variant(name="overlap, all split by 2", forms=dict.fromkeys(("qkv", "o", "down"), SPLIT_2)),
-    Variant(name="overlap, all split by 3", forms=dict.fromkeys(("qkv", "o", "down"), SPLIT_3)),
+    Variant(name="overlap, split", forms=dict.fromkeys(("qkv", "o", "down"), SPLIT)),
+    Variant(name="overlap, stream", forms=dict.fromkeys(("qkv", "o", "down"), STREAM)),
     Variant(name="overlap, light gate", forms={"gate_up": LIGHT}),
     Variant(name="overlap, short gate", forms={"gate_up": SHORT}),
     Variant(name="overlap, vectors", forms=dict.fromkeys(("qkv", "o", "down"), VECTOR)),
@@ -120,10 +113,7 @@ class Layer:
         is_gated = name == "gate_up"
         form = variant.forms.get(name)
         form = form or choose_config(x.shape[0], out.shape[1], x.shape[1], is_gated=is_gated)
-        linear.launch_skinny(
-            out, x, weight, bias, "silu" if is_gated else "", form,
-            prefetch_bytes=variant.prefetch_bytes,
-        )  # fmt: skip
+        linear.launch_skinny(out, x, weight, bias, "silu" if is_gated else "", form)
 
     def run(self, variant: Variant) -> None:
         """Compute the layer once."""

@@ -97,21 +97,21 @@ def _dot(
 
 VECTORS = (
     _vector(8, 512, 1, 4),
-    _vector(8, 512, 1, 7),
+    _vector(8, 512, 1, 8),
     _vector(16, 512, 1, 4),
-    _vector(8, 1024, 1, 4),
+    _vector(8, 1024, 1, 6),
     _vector(16, 256, 1, 7),
 )
 DOTS = (
     _dot(32, 128, 5, 4),
     _dot(32, 256, 4, 3),
     _dot(64, 128, 4, 2),
-    _dot(64, 128, 4, 3),
-    _dot(64, 128, 3, 4),
     _dot(64, 64, 6, 4),
     _dot(128, 64, 4, 2),
+    _dot(64, 128, 4, 1, is_swapped=True),
     _dot(64, 128, 4, 2, is_swapped=True),
-    _dot(64, 64, 4, 3, is_swapped=True),
+    _dot(64, 256, 3, 1, is_swapped=True),
+    _dot(64, 64, 5, 4, is_swapped=True),
 )
 
 

@@ -10,10 +10,8 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <type_traits>
 
 #include "core/check.h"
@@ -53,15 +51,8 @@ class LaunchScope {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Whether a kernel may start while the one before it ends: where the device can, and where
-  // VLLM_OVERLAP_KERNELS asks for it, as for Triton's kernels (vllm/envs.py).
+  // Whether a kernel can start while the one before it ends.
   bool can_overlap() const {
-    static const bool is_wanted = [] {
-      const char* value = std::getenv("VLLM_OVERLAP_KERNELS");
-      const std::string_view flag = value == nullptr ? "" : value;
-      return flag == "1" || flag == "true" || flag == "yes" || flag == "on";
-    }();
-    if (!is_wanted) return false;
     int major = 0;
     throw_on_error("cudaDeviceGetAttribute",
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));

@@ -36,6 +36,7 @@ from vllm._custom_ops.triton import (
     linear_table,
     moe,
     moe_grouped,
+    overlap,
 )
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -63,7 +64,7 @@ def multiply(n: int, k: int, *, activation: str = "") -> None:
     is_gated = activation in linear.GATED_ACTIVATIONS
     weight = torch.zeros(2 * n if is_gated else n, k, dtype=BF16)
     for num_rows in (1, 16, 32, 64):
-        if linear_table.is_skinny(num_rows, n, k, is_gated=is_gated, begins_early=True):
+        if linear_table.is_skinny(num_rows, n, k, is_gated=is_gated):
             out, x = torch.zeros(num_rows, n, dtype=BF16), torch.zeros(num_rows, k, dtype=BF16)
             if activation == linear.RELU2:
                 linear.skinny_relu2_linear(out, x, weight, None)
@@ -109,8 +110,9 @@ CASES: dict[str, Callable[[], None]] = {
     "products, few, silu": partial(multiply, 512, 2048, activation="silu"),
     "products, wide, silu": partial(multiply, 18944, 2048, activation="silu"),
     "products, gelu": partial(multiply, 4096, 2048, activation="gelu_tanh"),
-    "mixture, few tokens": partial(mix, 16, 6, 2048, 1408, num_tokens=1),
-    "mixture, four tokens": partial(mix, 40, 6, 2048, 1408, num_tokens=4),
+    "mixture, a token": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
+    "mixture, two tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=2),
+    "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=8),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
     "mixture, prompts": partial(mix, 8, 6, 2048, 1408, num_tokens=512),
     "rows of a step": prepare_rows,
@@ -160,7 +162,7 @@ def read_resources(cubin: bytes) -> dict[str, int]:
 def play_gpu(arch: int) -> None:
     """Let the host code choose what it chooses on such a GPU."""
     answers = {"is_hopper": arch >= 90, "count_processors": NUM_PROCESSORS[arch]}
-    for module in (attention_decode, attention_shape, linear, moe_grouped):
+    for module in (attention_decode, attention_shape, linear, moe_grouped, overlap):
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, lambda _, answer=answers[name]: answer)
 

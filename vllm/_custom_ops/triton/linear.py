@@ -19,16 +19,9 @@ from vllm._custom_ops.triton.linear_table import (
     MAX_ROWS,
     SkinnyConfig,
     choose_config,
-    count_ahead,
     count_splits,
 )
-from vllm._custom_ops.triton.overlap import (
-    SPAN_BYTES,
-    await_inputs,
-    let_next_start,
-    overlaps,
-    prefetch_spans,
-)
+from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.product import (
     NUM_COUNTERS,
     activate,
@@ -44,9 +37,6 @@ GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RELU2 = "relu2"
 _PLAIN = ""
 _SMALLEST_TILE = 16
-
-PREFETCH_BYTES = 20 << 20
-"""Of a weight, what L2 is asked for while the kernels before still run; an H200's holds 50 MB."""
 
 
 @triton.jit
@@ -83,19 +73,8 @@ def _sum_parts(places, stride, num_parts, is_in):
     return total
 
 
-@triton.jit
-def _prefetch_rows(weight, rows, first, end, K, ahead, PIECES: tl.constexpr):
-    """Ask L2 for `ahead` columns of weight rows from `first` on, but not for `end` and more."""
-    span = ahead // PIECES
-    starts = first + tl.arange(0, PIECES) * span
-    num_columns = tl.minimum(tl.maximum(end - starts, 0), span)
-    num_bytes = num_columns * (weight.dtype.element_ty.primitive_bitwidth // 8)
-    places = weight + rows[:, None].to(tl.int64) * K + starts[None, :]
-    prefetch_spans(places, num_bytes[None, :] + tl.zeros_like(rows)[:, None], True)
-
-
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "split_blocks", "ahead"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "split_blocks"])
 def _skinny_kernel(
     out,
     x,
@@ -110,7 +89,6 @@ def _skinny_kernel(
     out_stride,
     num_splits,
     split_blocks,
-    ahead,
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_VECTOR: tl.constexpr,
@@ -120,8 +98,6 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    PREFETCHES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -129,10 +105,6 @@ def _skinny_kernel(
     rows = tl.minimum(rows_N, N - 1)  # those outside are read again and not stored
     first = split * (split_blocks * BLOCK_K)
     end = tl.minimum(first + split_blocks * BLOCK_K, K)
-    if PREFETCHES:
-        _prefetch_rows(weight, rows, first, end, K, ahead, PIECES)
-        if IS_GATED:
-            _prefetch_rows(weight, rows + N, first, end, K, ahead, PIECES)
     await_inputs(OVERLAPS)
     if IS_VECTOR:
         gate, up = multiply_row(
@@ -144,7 +116,7 @@ def _skinny_kernel(
             x, starts, rows_T < num_rows, weight, rows, rows + N, first, end, K,
             IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    let_next_start(OVERLAPS)  # not before: its prefetched weights would be driven out by these
+    let_next_start(OVERLAPS)  # not before: what waits takes room from programs that multiply
     is_in = (rows_T < num_rows)[:, None] & (rows_N < N)[None, :]
     if parts is None:
         _store_result(
@@ -168,12 +140,6 @@ def _skinny_kernel(
             )  # fmt: skip
 
 
-def _can_prefetch(weight: Tensor) -> bool:
-    """Return whether rows of a weight start where spans may."""
-    row_bytes = weight.shape[1] * weight.element_size()
-    return overlaps(weight.device) and (row_bytes | weight.data_ptr()) % SPAN_BYTES == 0
-
-
 def launch_skinny(
     out_TN: Tensor,
     x_TK: Tensor,
@@ -181,8 +147,6 @@ def launch_skinny(
     bias_N: Tensor | None,
     activation: str,
     config: SkinnyConfig,
-    *,
-    prefetch_bytes: int = PREFETCH_BYTES,
 ) -> None:
     """Run the kernel in a given form; benchmarks and tests choose it.
 
@@ -191,18 +155,12 @@ def launch_skinny(
         activation: of GATED_ACTIVATIONS, then the weight has gate rows, then as many up rows; or
             RELU2, or "" for none.
         config: the form.
-        prefetch_bytes: how much of the weight may lie in L2 before it is multiplied.
     """
     (num_rows, num_outputs), k = out_TN.shape, x_TK.shape[1]
     is_gated = activation in GATED_ACTIVATIONS
-    num_sms, has_overlap = count_processors(x_TK.device), overlaps(x_TK.device)
-    num_splits, split_blocks = count_splits(config, num_outputs, k, num_sms)
+    has_overlap = overlaps(x_TK.device)
+    num_splits, split_blocks = count_splits(config, num_outputs, k, count_processors(x_TK.device))
     num_tiles = cdiv(num_outputs, config.block_n)
-    ahead = count_ahead(
-        config, num_programs=num_tiles * num_splits, num_columns=split_blocks * config.block_k,
-        itemsize=x_TK.element_size(), num_sms=num_sms, is_gated=is_gated,
-        num_bytes=prefetch_bytes if _can_prefetch(weight_NK) else 0,
-    )  # fmt: skip
     parts = None
     if num_splits > 1:
         assert num_tiles <= NUM_COUNTERS, "a weight of so many tiles is not split"
@@ -222,7 +180,6 @@ def launch_skinny(
         out_TN.stride(0),
         num_splits,
         split_blocks,
-        ahead,
         ACTIVATION=activation,
         IS_GATED=is_gated,
         IS_VECTOR=config.is_vector,
@@ -232,8 +189,6 @@ def launch_skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
-        PIECES=config.num_pieces,
-        PREFETCHES=ahead > 0,
         OVERLAPS=has_overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -8,15 +8,12 @@ A plain table, no tuning at run time. Called by `linear.py` beside it and by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 MAX_ROWS = 64
 """More rows are torch's."""
 
 MAX_WEIGHT_ELEMENTS = 1 << 30
 """Larger weights are torch's: offsets into a weight are 32-bit numbers."""
-
-_LINE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +38,13 @@ class SkinnyConfig:
     is_vector: bool = False
     is_swapped: bool = False
 
-    @property
-    def num_pieces(self) -> int:
-        """Into how many pieces threads cut what they prefetch of each of a program's outputs."""
-        return max(1, self.num_warps * 32 // self.block_n)
-
 
 _UNBOUNDED = 1 << 62
 
 
-class _Better(Enum):
-    OURS = auto()
-    OURS_IF_EARLY = auto()  # torch's is faster alone, but begins only when its inputs are there
-    TORCHS = auto()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """Which products; `k_step` divides their K."""
+    """Which products; `k_step` divides their K. Torch multiplies those where `is_ours` is not."""
 
     max_rows: int
     is_gated: bool
@@ -66,7 +52,7 @@ class _Row:
     max_k: int = _UNBOUNDED
     k_step: int = 1
     config: SkinnyConfig
-    better: _Better = _Better.OURS
+    is_ours: bool = True
 
     def fits(self, num_rows: int, num_outputs: int, k: int, is_gated: bool) -> bool:
         return (
@@ -83,43 +69,54 @@ _LONG_VECTOR = replace(_VECTOR, block_k=1024, programs_per_sm=6)
 _SMALL = SkinnyConfig(block_n=32, block_k=256, num_stages=4, programs_per_sm=3)
 _SPLIT = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2)
 _STREAM = SkinnyConfig(block_n=64, block_k=128, num_stages=4, programs_per_sm=2, is_swapped=True)
-_STREAM_TWO = replace(_STREAM, programs_per_sm=1)
-_STREAM_64 = SkinnyConfig(block_n=128, block_k=64, num_stages=4, programs_per_sm=2)
-_STREAM_TWO_64 = SkinnyConfig(block_n=64, block_k=64, num_stages=6, programs_per_sm=4)
-_EARLY, _TORCHS = _Better.OURS_IF_EARLY, _Better.TORCHS
+_STREAM_ONE = replace(_STREAM, programs_per_sm=1)
+_STREAM_FOUR = SkinnyConfig(
+    block_n=64, block_k=64, num_stages=5, programs_per_sm=4, is_swapped=True
+)
+_MANY_GATED = SkinnyConfig(block_n=64, block_k=64, num_stages=6, programs_per_sm=4)
+_MANY = SkinnyConfig(block_n=128, block_k=64, num_stages=4, programs_per_sm=2)
 
 _TABLE = (
     _Row(max_rows=1, is_gated=True, max_outputs=1024, k_step=512, config=_VECTOR),
     _Row(max_rows=32, is_gated=True, max_outputs=1024, config=_SMALL),
-    _Row(max_rows=32, is_gated=True, max_outputs=4096, config=_SPLIT, better=_EARLY),
+    _Row(max_rows=32, is_gated=True, max_outputs=4096, config=_SPLIT, is_ours=False),
     _Row(max_rows=32, is_gated=True, max_outputs=16384, config=_SPLIT),
-    _Row(max_rows=32, is_gated=True, config=_STREAM_TWO),
-    _Row(max_rows=64, is_gated=True, max_outputs=16384, config=_SPLIT, better=_TORCHS),
-    _Row(max_rows=64, is_gated=True, config=_STREAM_TWO_64),
+    _Row(max_rows=32, is_gated=True, config=_STREAM_ONE),
+    _Row(max_rows=64, is_gated=True, max_outputs=16384, config=_SPLIT, is_ours=False),
+    _Row(max_rows=64, is_gated=True, config=_MANY_GATED),
     _Row(max_rows=1, is_gated=False, max_outputs=2048, k_step=1024, config=_LONG_VECTOR),
-    _Row(max_rows=1, is_gated=False, max_outputs=3584, max_k=4096, k_step=512, config=_VECTOR),
+    _Row(max_rows=1, is_gated=False, max_outputs=3584, max_k=2560, k_step=512, config=_VECTOR),
     _Row(max_rows=32, is_gated=False, max_outputs=1024, config=_SMALL),
-    _Row(max_rows=32, is_gated=False, max_outputs=4096, max_k=2560, config=_SPLIT, better=_EARLY),
+    _Row(max_rows=32, is_gated=False, max_outputs=16384, max_k=2560, config=_SPLIT, is_ours=False),
+    _Row(max_rows=16, is_gated=False, max_outputs=2048, config=_SPLIT),
+    _Row(max_rows=16, is_gated=False, max_outputs=4096, max_k=4096, config=_STREAM_ONE),
+    _Row(max_rows=16, is_gated=False, max_outputs=8192, config=_STREAM),
     _Row(max_rows=32, is_gated=False, max_outputs=4096, config=_SPLIT),
-    _Row(max_rows=32, is_gated=False, max_outputs=16384, config=_SPLIT, better=_EARLY),
+    _Row(max_rows=32, is_gated=False, max_outputs=16384, config=_SPLIT, is_ours=False),
+    _Row(max_rows=16, is_gated=False, max_outputs=32768, config=_STREAM_FOUR),
     _Row(max_rows=32, is_gated=False, max_outputs=32768, config=_SPLIT),
     _Row(max_rows=32, is_gated=False, config=_STREAM),
-    _Row(max_rows=64, is_gated=False, max_outputs=16384, config=_SPLIT, better=_TORCHS),
-    _Row(max_rows=64, is_gated=False, config=_STREAM_64, better=_TORCHS),
+    _Row(max_rows=64, is_gated=False, max_outputs=16384, config=_SPLIT, is_ours=False),
+    _Row(max_rows=64, is_gated=False, config=_MANY, is_ours=False),
 )
-"""The first row that fits counts; where ours is not better, layers leave the product to torch.
+"""The first row that fits counts.
 
 Microseconds on an H200 in bfloat16, cold weights, one product alone in a graph; ours and torch's,
-which has no activation in it (another 2 us), at 1, 16 and 64 rows:
+which has no activation in it (another 2 us), at 1, 16 and 64 rows. In a step torch's take a little
+longer: they begin only when their inputs are there, ours before that (`overlap.py`):
 
     outputs x k                     ours                 torch
-    qkv         4608 x 3584       11.8  12.4  16.4     11.1  11.1  11.5
-    o           3584 x 3584       10.0  10.6  14.7     11.6  11.8   9.8
-    gate_up  2x18944 x 3584       68.1  68.4  73.9     71.7  73.3  75.7
-    down        3584 x 18944      35.9  37.5  45.6     39.1  39.8  43.5
+    qkv         4608 x 3584       11.5  12.1  16.4     11.4  11.3  11.5
+    o           3584 x 3584        9.9  10.0  14.7     10.9  11.0   9.8
+    gate_up  2x18944 x 3584       68.8  69.0  73.9     71.9  73.0  75.7
+    down        3584 x 18944      35.6  37.0  45.6     38.4  38.2  43.5
     output    152064 x 3584        243   250   273      259   264   274
     gate_up  2x10240 x 2560       31.0  31.6  36.8     29.0  29.7  28.7
-    in         18560 x 4096       40.8  41.5  41.4     42.5  43.1  41.3
+    in         18560 x 4096       38.0  38.7  41.4     42.3  43.3  41.3
+    up         21504 x 4096       43.3  43.8    -      43.9  45.6    -
+    down        4096 x 21504      43.5  44.8    -      44.7  45.6    -
+    out         4096 x 8192       19.4  20.4    -      21.2  21.7    -
+    qkv         6144 x 4096       15.5  16.0    -      15.6  16.2    -
     out         2048 x 4096        7.5   8.7  13.7      9.5   9.8  10.2
     o           2560 x 2048        6.2   7.4  11.8      6.4   6.4   6.7
     shared    2x2816 x 2048       10.8  11.8  18.1      8.4   8.3   9.6
@@ -128,9 +125,7 @@ which has no activation in it (another 2 us), at 1, 16 and 64 rows:
 """
 
 
-def is_skinny(
-    num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False, begins_early: bool = False
-) -> bool:
+def is_skinny(num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False) -> bool:
     """Whether our kernels, not torch's, multiply `num_rows` rows of k by a weight.
 
     Args:
@@ -138,13 +133,11 @@ def is_skinny(
         num_outputs: elements of a result row, half of the weight's rows if `is_gated`.
         k: elements of an input row.
         is_gated: whether gate and up are joined by an activation.
-        begins_early: whether our kernels may begin before their inputs are there (`overlap.py`).
     """
     num_weights = num_outputs * k * (2 if is_gated else 1)
     if not 0 < num_rows <= MAX_ROWS or num_weights > MAX_WEIGHT_ELEMENTS or k % 8:
         return False
-    better = _find_row(num_rows, num_outputs, k, is_gated).better
-    return better is _Better.OURS or (begins_early and better is _Better.OURS_IF_EARLY)
+    return _find_row(num_rows, num_outputs, k, is_gated).is_ours
 
 
 def choose_config(num_rows: int, num_outputs: int, k: int, *, is_gated: bool) -> SkinnyConfig:
@@ -169,24 +162,3 @@ def count_splits(config: SkinnyConfig, num_outputs: int, k: int, num_sms: int) -
     wanted = max(1, config.programs_per_sm * num_sms // num_tiles)
     split_blocks = -(-num_blocks // min(wanted, num_blocks))
     return -(-num_blocks // split_blocks), split_blocks
-
-
-def count_ahead(
-    config: SkinnyConfig, *, num_programs: int, num_columns: int, itemsize: int, num_sms: int,
-    is_gated: bool, num_bytes: int,
-) -> int:  # fmt: skip
-    """Return how many columns of its weight rows a program prefetches, whole lines in each piece.
-
-    Args:
-        config: how the kernel runs.
-        num_programs: all of them; those that run at first share `num_bytes`.
-        num_columns: what a program multiplies; not much more is prefetched.
-        itemsize: bytes of an element.
-        num_sms: multiprocessors.
-        is_gated: whether an output has two weight rows.
-        num_bytes: how much may be prefetched at once.
-    """
-    num_first = min(num_programs, config.programs_per_sm * num_sms)
-    num_rows = num_first * config.block_n * (2 if is_gated else 1)
-    step = _LINE_BYTES * config.num_pieces
-    return -(-min(num_bytes // num_rows, num_columns * itemsize) // step) * step // itemsize

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm import envs
 from vllm._custom_ops import linear as linear_ops
-from vllm._custom_ops.triton.device import is_hopper
 from vllm._custom_ops.triton.linear_table import MAX_ROWS, is_skinny
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
@@ -110,15 +108,9 @@ class Linear(PackedModule):
     def _is_skinny(self, x_TK: Tensor, *, is_gated: bool = False) -> bool:
         """Whether a kernel of ours for few rows multiplies them, not torch."""
         if not (x_TK.is_cuda and x_TK.dtype in _SKINNY_DTYPES) or x_TK.shape[0] > MAX_ROWS:
-            return False  # before the environment is read: nobody captures steps of many rows
+            return False
         num_outputs = self.output_size // 2 if is_gated else self.output_size
-        return is_skinny(
-            x_TK.shape[0],
-            num_outputs,
-            self.input_size,
-            is_gated=is_gated,
-            begins_early=is_hopper(x_TK.device) and envs.VLLM_OVERLAP_KERNELS,
-        )
+        return is_skinny(x_TK.shape[0], num_outputs, self.input_size, is_gated=is_gated)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return this rank's outputs, [T, N]."""
