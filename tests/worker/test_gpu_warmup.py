@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.e2e.gpu.families import write_checkpoint
+from vllm import EngineArgs
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.model_loader.loader import get_model_architecture
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.gpu_model_runner import RunnerLimits
-from vllm.worker.gpu_warmup import list_steps, make_step
+from vllm.worker.gpu_warmup import choose_layers, list_steps, make_step
 
 
 def make_limits(num_seqs: int, model_len: int, num_tokens: int) -> RunnerLimits:
@@ -27,6 +33,25 @@ def test_steps_are_within_the_limits(limits: tuple[int, int, int]) -> None:
         assert sum(new_lens) <= num_tokens
         assert all(n + c <= model_len for n, c in zip(new_lens, computed_lens, strict=True))
         assert max(new_lens) > 1, "decode steps are others"
+
+
+def test_two_layers_of_each_kind_and_the_last_stand_for_all(tmp_path: Path) -> None:
+    directory = write_checkpoint("qwen3_next_dense", tmp_path)
+    config = EngineArgs(
+        model=str(directory), device="cpu", skip_tokenizer_init=True, max_model_len=64
+    ).create_engine_config()
+    cls, _ = get_model_architecture(config.model_config)
+    fields = config.model_config.hf_config
+    types = [*["linear_attention"] * 3, "full_attention"] * 3
+    fields = {**fields, "layer_types": types, "num_hidden_layers": len(types)}
+    with torch.device("meta"):
+        model = cls(fields, dtype=torch.float32, tp=TensorParallel.single(), max_model_len=64)
+    layers = choose_layers(model, [None] * len(types))
+    assert layers == [0, 1, 3, 7, 11]
+    part = model.take_layers(layers)
+    assert part.blocks == tuple(model.blocks[i] for i in layers)
+    assert len(model.blocks) == len(types)
+    assert part.plan_stages() == part.blocks != model.plan_stages()
 
 
 def test_a_step_is_stored_nowhere() -> None:

@@ -19,13 +19,14 @@ from vllm.attention.probe import run_probe
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.logger import init_logger
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms.interface import Platform
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_memory import explain_out_of_memory, lay_out_least
 from vllm.worker.gpu_model_runner import GpuModelRunner
 from vllm.worker.gpu_setup import read_limits
-from vllm.worker.gpu_warmup import run_all_steps
+from vllm.worker.gpu_warmup import choose_layers, run_all_steps
 from vllm.worker.layer_setup import list_groups, set_up_layers
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ def compile_ahead(
 ) -> None:
     """Compile what steps of all kinds will launch and is not in Triton's cache, side by side.
 
-    Steps, and the probes of attention kernels that are still to come, are run with their launches
-    left out. Kernels of others would read what was left out, so that models which use one are
-    compiled as their steps come.
+    Steps of a few layers, and the probes of attention kernels that are still to come, are run with
+    their launches left out. Kernels of others would read what was left out, so that models which
+    use one are compiled as their steps come.
 
     Args:
         model: loaded; its layers are bound to the kernels that will serve them if no probe fails.
@@ -86,7 +87,10 @@ def compile_ahead(
     started_s = time.perf_counter()
     limits = read_limits(config, layers)
     cache = CacheEngine(layers.specs, lay_out_least(list_groups(layers.specs, config)), device)
-    runner = GpuModelRunner(model, cache, layers.kernel_names, tp, limits=limits, device=device)
+    part = model
+    if isinstance(model, CausalLM):
+        part = model.take_layers(choose_layers(model, cache.caches))
+    runner = GpuModelRunner(part, cache, layers.kernel_names, tp, limits=limits, device=device)
     with explain_out_of_memory(limits, device), note_kernels() as notes:
         for name, query in probes:
             run_probe(name, query)

@@ -8,10 +8,12 @@ tokens of an expert, one row or more), which the steps here stand on both sides 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from vllm.batch import ForwardBatch, GroupBatch
+from vllm.batch import ForwardBatch, GroupBatch, LayerCache
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
@@ -22,6 +24,10 @@ _CHUNKS = ((64, 64), (64, 1024))
 """New and computed tokens of prompts that come in small parts."""
 
 _MANY_ROWS = 32
+_ALIKE_LAYERS = 2
+
+_ALIGNMENT_BYTES = 16
+"""On how an address divides by it a compiled kernel depends."""
 _SIZE_STEP = 3  # of padded steps, the largest and every third; what lies between wants no others
 
 
@@ -37,7 +43,7 @@ def run_all_steps(
 
     Args:
         model: loaded, with its kernels bound.
-        runner: on a cache of any size.
+        runner: of that model or of some of its layers, on a cache of any size.
         geometries: of that cache's groups.
         limits: what a step may hold.
         device: where steps run.
@@ -48,6 +54,29 @@ def run_all_steps(
         runner.run_prompts(size)
     for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
         model.compute_logits(runner.run_decode(num_rows))
+
+
+def choose_layers(model: CausalLM, caches: Sequence[LayerCache | None]) -> list[int]:
+    """Return layers that launch all that the model launches: two of each kind, and the last ones.
+
+    Nothing is to be added before the first norm, and behind the last mixer there are fewer tokens.
+
+    Args:
+        model: its layers are bound to their kernels.
+        caches: of its layers.
+    """
+    mixers = [i for i, block in enumerate(model.blocks) if block.attention is not None]
+    chosen = set(range(max(mixers, default=0), len(model.blocks)))
+    kinds: list[tuple[Any, ...]] = []
+    for i, (block, shape) in enumerate(zip(model.blocks, model.shape.layers, strict=True)):
+        layer, cache = block.kernel_layer, caches[i]
+        own = None if layer is None else (layer.kernel, layer.query)
+        places = [] if cache is None else [t.data_ptr() % _ALIGNMENT_BYTES for t in cache.tensors]
+        kind = (shape, own, places, None if cache is None else cache.group)
+        if kinds.count(kind) < _ALIKE_LAYERS:
+            chosen.add(i)
+        kinds.append(kind)
+    return sorted(chosen)
 
 
 def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:

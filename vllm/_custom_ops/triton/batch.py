@@ -43,7 +43,7 @@ def _tokens_kernel(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["pad_offset"])
 def _group_kernel(
     block_offsets,
     slots,

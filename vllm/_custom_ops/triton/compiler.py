@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from triton import knobs
+from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from vllm import envs
@@ -60,6 +61,7 @@ class KernelCompiler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> KernelCompiler:
+        threading.Thread(target=_make_ready, daemon=True).start()
         if self._num_processors > _SPARE_PROCESSORS and is_cache_empty():
             self._start()
         return self
@@ -162,6 +164,13 @@ def is_cache_empty() -> bool:
         return not any(Path(knobs.cache.dir).iterdir())
     except OSError:
         return True
+
+
+def _make_ready() -> None:
+    """Let Triton do what takes it a moment before its first kernel, and touches no device."""
+    with contextlib.suppress(Exception):  # whatever it is, the first launch will meet it again
+        triton_key()
+        _ = driver.active
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -7,8 +7,9 @@ nothing of files, of the scheduler or of where cache rows lie.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -175,6 +176,16 @@ class CausalLM(nn.Module, ABC):
             self._stages = make_stages(self.blocks) if self._is_fused else self.blocks
             self._stage_kernels = kernels
         return self._stages
+
+    def take_layers(self, layers: Sequence[int]) -> CausalLM:
+        """Return a model of some of the layers, which shares what they hold.
+
+        Its steps mean nothing, but they launch what these layers launch.
+        """
+        part = copy.copy(self)
+        part.blocks = tuple(self.blocks[layer] for layer in layers)
+        part._stages, part._stage_kernels = part.blocks, ()
+        return part
 
     def embed_tokens(self, ids_T: Tensor) -> Tensor:
         """Return the scaled embeddings that the first layer reads, [T, E]."""

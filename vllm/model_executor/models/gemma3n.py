@@ -7,7 +7,7 @@ what surrounds attention and MLP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +163,10 @@ class Gemma3nForCausalLM(CausalLM):
         if batch.kept_rows is not None:
             streams_ATE = streams_ATE[:, batch.kept_rows]
         return self.norm(self.join.join(streams_ATE))
+
+    def take_layers(self, layers: Sequence[int]) -> CausalLM:
+        """See CausalLM; all of them, which read what others have written."""
+        return self
 
     def _make_layer_inputs(self, ids_T: Tensor, embeddings_TE: Tensor) -> Tensor:
         """Return what each layer is told of the tokens themselves, [T, layers, P]."""
