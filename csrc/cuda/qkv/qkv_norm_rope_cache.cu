@@ -131,9 +131,6 @@ __global__ void __launch_bounds__(kGroupThreads)
   let_next_start();
   const LaneGroup group(kLanes);
   const bool has_norm = args.q_weight != nullptr, has_turn = args.table.rot_dim > 0;
-  WeightPack<T, W> weights[2][1];
-  load_head_weight(weights[0], args.q_weight, group, true, kHeadSize);
-  load_head_weight(weights[1], args.k_weight, group, true, kHeadSize);
   const uint32_t first_value = args.num_heads + args.num_kv_heads;
   const uint32_t num_heads = first_value + args.num_kv_heads;
   const bool is_live = group.index / args.groups_of_token < args.tokens;
@@ -162,7 +159,8 @@ __global__ void __launch_bounds__(kGroupThreads)
     const bool has_head = is_live && head < num_heads;
     if ((has_norm || has_turn) && !__all_sync(0xffffffffu, is_value)) {
       if (has_norm) {
-        const WeightPack<T, W> weight[1] = {is_query ? weights[0][0] : weights[1][0]};
+        WeightPack<T, W> weight[1];  // from the nearest cache; registers are fewer than warps want
+        load_head_weight(weight, is_query ? args.q_weight : args.k_weight, group, true, kHeadSize);
         norm_lanes(packs[i], weight, kLanes, !is_value, kHeadSize, args.epsilon);
       }
       if (has_turn) {
