@@ -33,6 +33,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TOLERANCE = 2e-3
+PADDED_LENS = (13, 30, 9, 70)
+"""Of prompts without prompt logprobs, so that their steps are padded on a GPU."""
+
 PROMPT_STEPS: list[tuple[list[int], int]] = [
     ([13], 0),
     ([100, 300], 0),
@@ -55,7 +58,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         key = (name, device, *sorted(flags.items()))
         if key not in made:
             with run_engine(Path(write_checkpoint(name, root)), device, **flags) as engine:
-                made[key] = generate(engine, make_prompts(), sampling=WITH_PROMPTS)
+                made[key] = [
+                    *generate(engine, make_prompts(), sampling=WITH_PROMPTS),
+                    *generate(engine, make_prompts(PADDED_LENS)),
+                ]
         return made[key]
 
     return answer
