@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
-from vllm._custom_ops.triton.attention import attend_long_rows
-from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows, LongRow
+from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows
 from vllm._custom_ops.triton.attention_decode import decode_attention
 from vllm._custom_ops.triton.attention_join import join_rows
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
 from vllm._custom_ops.triton.attention_shape import Splits, Tile, fit_decode_tile, fit_prefill_tile
-from vllm._custom_ops.triton.cudnn import attend_equal_prompts, pad_row, serves_rows
+from vllm._custom_ops.triton.cudnn import attend_equal_prompts, serves_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "attention_gpu.json"
 BLOCK_TOKENS = 16
@@ -225,7 +224,7 @@ def measure_prompts(
     if tile is not None:
         return line
     if computed > 0:
-        line |= measure_forms(args, num_rows, computed, new, has_window=heads.window > 0)
+        line |= measure_joined(args, num_rows, computed, new)
     elif not heads.window and serves_rows(args.query, args.fresh_key, args.fresh_value):
         assert args.fresh_key is not None and args.fresh_value is not None
         torch_us = time_calls_us(
@@ -237,40 +236,19 @@ def measure_prompts(
     return line
 
 
-def measure_forms(
-    args: AttentionArgs, num_rows: int, computed: int, new: int, *, has_window: bool
+def measure_joined(
+    args: AttentionArgs, num_rows: int, computed: int, new: int
 ) -> dict[str, object]:
-    """Time prompts that go on in the forms that `VLLM_TRIED_FORMS` names."""
+    """Time prompts that go on whose rows are laid behind each other first."""
     ends = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda")
-    kept = min(computed, args.window - 1) if has_window else computed
+    kept = min(computed, args.window - 1) if args.window else computed
     joined = JoinedRows(
         cu_key_lens=ends * (kept + new), num_keys=num_rows * (kept + new), max_key_len=kept + new
     )
-    line: dict[str, object] = {
-        "joined_us": round(
-            time_calls_us(
-                lambda: prefill_attention(join_rows(args, joined, 0, num_rows), 0, num_rows, new, 1)
-            ),
-            1,
-        )
-    }
-    if has_window or not serves_rows(args.query, args.fresh_key, args.fresh_value):
-        return line
-    padded = pad_row(computed, new)
-    rows = [
-        LongRow(
-            row=i,
-            tokens=slice(i * new, (i + 1) * new),
-            padded=padded,
-            joined=JoinedRows(
-                cu_key_lens=(ends > i).int() * (computed + new),
-                num_keys=padded.num_keys,
-                max_key_len=computed + new,
-            ),
-        )
-        for i in range(num_rows)
-    ]
-    return line | {"cudnn_us": round(time_calls_us(lambda: attend_long_rows(args, tuple(rows))), 1)}
+    time_us = time_calls_us(
+        lambda: prefill_attention(join_rows(args, joined, 0, num_rows), 0, num_rows, new, 1)
+    )
+    return {"joined_us": round(time_us, 1)}
 
 
 def list_decode_tiles(heads: Heads) -> Iterator[Tile]:
@@ -294,9 +272,7 @@ def list_splits(heads: Heads, num_rows: int) -> Iterator[Splits | None]:
 def list_prefill_tiles(heads: Heads) -> Iterator[Tile]:
     """Yield tiles that are worth a try."""
     for block_m, block_n, num_warps, num_stages in PREFILL_SIZES[128 << (heads.head_size > 128)]:
-        tile = Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-        yield tile
-        yield replace(tile, copies=True)
+        yield Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
 def run_side_by_side(calls: list[Callable[[], object]]) -> None:

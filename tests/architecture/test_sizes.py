@@ -47,7 +47,8 @@ def count_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether Triton compiles a function."""
-    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    decorators = map(ast.unparse, function.decorator_list)
+    return any(name in text for text in decorators for name in ("triton.jit", "gluon.jit"))
 
 
 def test_functions() -> None:

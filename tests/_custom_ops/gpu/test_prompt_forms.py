@@ -1,4 +1,4 @@
-"""The forms of attention for prompts on a GPU, also those asked for by name, against float32."""
+"""The forms of attention for prompts on a GPU against float32."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ from tests._custom_ops.gpu.tensors import NEEDS_GPU
 from tests._custom_ops.gpu.test_attention import PLAIN, Rows, assert_near
 from tests.utils.paged import cumulative
 from vllm._custom_ops.naive import attention as naive
-from vllm.attention.backends.long_prompts import plan_chunks, plan_joined, plan_long_rows
+from vllm.attention.backends.long_prompts import plan_chunks, plan_joined
 
 pytestmark = NEEDS_GPU
 ROWS = [(900, 1), (1500, 40), (1300, 2100), (0, 2500)]
 
 
 @pytest.mark.parametrize("size", [128, 256])
-@pytest.mark.parametrize("forms", ["", "join", "cudnn", "copies", "join,copies"])
-def test_forms_of_a_step(monkeypatch: pytest.MonkeyPatch, forms: str, size: int) -> None:
+@pytest.mark.parametrize("form", ["cached", "joined", "prefix"])
+def test_forms_of_a_step(form: str, size: int) -> None:
     from vllm._custom_ops.triton.attention import attend
+    from vllm._custom_ops.triton.attention_hopper import can_attend
 
-    monkeypatch.setenv("VLLM_TRIED_FORMS", forms)
     rows = Rows(ROWS, 8, 2, size)
     args = rows.make_args(PLAIN, [0, 1, 2, 3])
     batch: Any = SimpleNamespace(
         num_decode_rows=1,
         new_lens_cpu=tuple(n for _, n in ROWS),
         computed_lens_cpu=tuple(c for c, _ in ROWS),
+        has_spare_tokens=False,
         seq_lens=args.seq_lens,
     )
     chunks = plan_chunks(batch)
     assert chunks is not None
-    joined, long_rows = plan_joined(batch, 0, 1, chunks), plan_long_rows(batch, chunks)
-    assert (joined is not None) == ("join" in forms)
-    assert len(long_rows) == (2 if forms == "cudnn" else 0)
+    joined = plan_joined(batch, 0, 1, chunks, has_new=form == "joined")
+    assert joined is not None
+    if form == "prefix" and not can_attend(args):
+        pytest.skip("no sm_90")
     attend(
         args,
         num_decode_rows=1,
         max_query_len=2500,
         max_seq_len=3400,
         chunks=chunks,
-        joined=joined,
-        long_rows=long_rows,
+        joined=None if form == "cached" else joined,
     )
     assert_near(list(args.out.split(rows.new)), rows.expect(PLAIN))
 

@@ -30,6 +30,7 @@ from tests._custom_ops.triton.test_attention import Problem, make_args
 from vllm._custom_ops.triton import (
     attention,
     attention_decode,
+    attention_hopper,
     attention_shape,
     batch,
     linear,
@@ -57,6 +58,13 @@ def attend(heads: int, kv_heads: int, size: int, **more: Any) -> None:
             max_query_len=max(new for _, new in rows),
             max_seq_len=32768,
         )
+
+
+def attend_to_new(heads: int, kv_heads: int, size: int) -> None:
+    """Prompts whose rows of K and V lie behind each other."""
+    query, key = (torch.zeros(200, n, size, dtype=BF16) for n in (heads, kv_heads))
+    lens = torch.tensor([0, 200], dtype=torch.int32)
+    attention.prompt_attention(torch.zeros_like(query), query, key, key.clone(), lens, 200, 1.0)
 
 
 def multiply(n: int, k: int, *, activation: str = "") -> None:
@@ -101,6 +109,9 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, Qwen3-Next": partial(attend, 16, 2, 256),
     "attention, gpt-oss": partial(attend, 64, 8, 64, window=128, has_sinks=True),
     "attention, DeepSeek-V2": partial(attend, 16, 1, 576, has_one_field=True),
+    "prompts, Qwen2": partial(attend_to_new, 28, 4, 128),
+    "prompts, Gemma 3": partial(attend_to_new, 8, 4, 256),
+    "prompts, gpt-oss": partial(attend_to_new, 64, 8, 64),
     "products, narrow": partial(multiply, 3584, 3584),
     "products, wide": partial(multiply, 18560, 4096),
     "products, few": partial(multiply, 2048, 4096),
@@ -161,8 +172,13 @@ def read_resources(cubin: bytes) -> dict[str, int]:
 
 def play_gpu(arch: int) -> None:
     """Let the host code choose what it chooses on such a GPU."""
-    answers = {"is_hopper": arch >= 90, "count_processors": NUM_PROCESSORS[arch]}
-    for module in (attention_decode, attention_shape, linear, moe_grouped, overlap):
+    answers = {
+        "is_hopper": arch >= 90,
+        "has_warp_group_products": arch == 90,
+        "count_processors": NUM_PROCESSORS[arch],
+    }
+    hosts = (attention_decode, attention_hopper, attention_shape, linear, moe_grouped, overlap)
+    for module in hosts:
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, lambda _, answer=answers[name]: answer)
 

@@ -15,7 +15,7 @@ from tests.utils.ops import poisoned, random_rows
 from tests.utils.paged import cumulative, make_paged_cache
 from vllm._custom_ops.naive import attention as naive
 from vllm._custom_ops.triton import attention as ops
-from vllm._custom_ops.triton import attention_decode, attention_prefill
+from vllm._custom_ops.triton import attention_decode
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_decode import chunk_attention
 from vllm._custom_ops.triton.attention_shape import (
@@ -285,24 +285,6 @@ def test_short_ends_of_prompts_are_split(device: str, mask: dict[str, Any], is_f
         torch.testing.assert_close(found[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
     assert found[:1].isnan().all()
     assert found[21:91].isnan().all()
-
-
-@pytest.mark.parametrize("mask", ["full", "window", "all"])
-def test_whole_tiles_are_copied_by_the_device(
-    device: str, mask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_prefill, "can_copy_tiles", lambda device: True)
-    monkeypatch.setenv("VLLM_TRIED_FORMS", "copies")
-    monkeypatch.setattr(attention_prefill, "_MIN_TILED_TOKENS", 1)
-    problem = Problem(
-        rows=((0, 150), (0, 200)), heads=4, kv_heads=2, head_size=64, dtype=torch.bfloat16
-    )
-    arguments = problem.arguments(**MASKS[mask])
-    expected = arguments["out_THD"].clone()
-    naive.paged_attention(**(arguments | {"out_THD": expected}))
-    moved = move(arguments, device)
-    moved |= {"key_cache": None, "value_cache": None, "block_offsets_BN": None}
-    torch.testing.assert_close(attend(moved, 0, 4096).cpu(), expected, rtol=1.6e-2, atol=1.6e-2)
 
 
 def test_padding_rows_are_zero_and_read_nothing(device: str) -> None:

@@ -60,7 +60,9 @@ class _Notes:
     def add(self, *, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
         """Keep a compilation; a hook of Triton's, which does not compile where it returns True."""
         jit = fn.jit_function
-        source = ASTSource(jit, compile["signature"], compile["constants"], compile["configs"][0])
+        source = jit.ASTSource(
+            jit, compile["signature"], compile["constants"], compile["configs"][0]
+        )
         data = compile["specialization_data"]
         if not _is_on_disk(source, data):
             self.missing.add(KernelNote(module=jit.module, name=jit.__name__, data=data))

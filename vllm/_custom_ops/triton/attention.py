@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.triton.attention_args import AttentionArgs, ChunkRows, JoinedRows, LongRow
+from vllm._custom_ops.triton.attention_args import AttentionArgs, ChunkRows, JoinedRows
 from vllm._custom_ops.triton.attention_decode import chunk_attention, decode_attention
+from vllm._custom_ops.triton.attention_hopper import can_attend
 from vllm._custom_ops.triton.attention_join import can_join, join_rows
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
 from vllm._custom_ops.triton.attention_shape import split_head
 from vllm._custom_ops.triton.cudnn import (
     attend_equal_prompts,
-    attend_padded,
     is_length_served,
     serves_rows,
 )
@@ -79,7 +79,6 @@ def attend(
     are_prompts_whole: bool = False,
     chunks: ChunkRows | None = None,
     joined: JoinedRows | None = None,
-    long_rows: tuple[LongRow, ...] = (),
 ) -> None:
     """Attend for all rows of a batch.
 
@@ -93,7 +92,6 @@ def attend(
         are_prompts_whole: the other rows have nothing in the cache that their new rows lack.
         chunks: rows that are split over their keys, or None.
         joined: what the remaining rows see, to be laid behind each other first, or None.
-        long_rows: the remaining rows, if cuDNN serves them.
     """
     args.check()
     num_rows = args.seq_lens.shape[0]
@@ -105,29 +103,12 @@ def attend(
     num_prompts = num_rows - num_decode_rows
     if num_prompts == 0 or (chunks is not None and chunks.are_all):
         return
-    if long_rows and can_join(args):
-        attend_long_rows(args, long_rows)
-        return
     if are_prompts_whole and args.fresh_key is not None:
         args = replace(args, key_cache=None, value_cache=None, block_offsets=None)
     elif joined is not None and can_join(args):
         args = join_rows(args, joined, num_decode_rows, num_prompts)
     least = 1 if chunks is None else chunks.most_tokens + 1
     prefill_attention(args, num_decode_rows, num_prompts, max_query_len, min_query_len=least)
-
-
-def attend_long_rows(args: AttentionArgs, long_rows: tuple[LongRow, ...]) -> None:
-    """Attend for rows one after the other by cuDNN."""
-    for row in long_rows:
-        own, num_keys = row.joined, row.joined.max_key_len
-        joined = join_rows(args, own, row.row, 1)
-        key, value = joined.fresh_key, joined.fresh_value
-        assert key is not None and value is not None
-        key[num_keys:] = 0.0
-        value[num_keys:] = 0.0
-        attend_padded(
-            args.out[row.tokens], args.query[row.tokens], key, value, row.padded, args.scale
-        )
 
 
 def prompt_attention(
@@ -142,18 +123,6 @@ def prompt_attention(
     equal_len: int = 0,
 ) -> None:
     """See the door."""
-    if is_length_served(equal_len) and serves_rows(query_THD, key_THD, value_THD):
-        attend_equal_prompts(out_THD, query_THD, key_THD, value_THD, equal_len, scale)
-        return
-    head_size, value_size = query_THD.shape[2], value_THD.shape[2]
-    if value_size not in (head_size, split_head(head_size)[0]):  # a size that no tile has
-        whole = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
-        padded = torch.nn.functional.pad(value_THD, (0, head_size - value_size))
-        prompt_attention(
-            whole, query_THD, key_THD, padded, cu_query_lens, max_query_len, scale, cu_key_lens
-        )
-        out_THD.copy_(whole[:, :, :value_size])
-        return
     args = AttentionArgs(
         out=out_THD,
         query=query_THD,
@@ -172,6 +141,19 @@ def prompt_attention(
         fresh_value=value_THD,
         cu_key_lens=cu_key_lens,
     )
+    is_torchs = is_length_served(equal_len) and serves_rows(query_THD, key_THD, value_THD)
+    if is_torchs and not can_attend(args):
+        attend_equal_prompts(out_THD, query_THD, key_THD, value_THD, equal_len, scale)
+        return
+    head_size, value_size = query_THD.shape[2], value_THD.shape[2]
+    if value_size not in (head_size, split_head(head_size)[0]):  # a size that no tile has
+        whole = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        padded = torch.nn.functional.pad(value_THD, (0, head_size - value_size))
+        prompt_attention(
+            whole, query_THD, key_THD, padded, cu_query_lens, max_query_len, scale, cu_key_lens
+        )
+        out_THD.copy_(whole[:, :, :value_size])
+        return
     args.check()
     prefill_attention(args, 0, args.seq_lens.shape[0], max_query_len, min_query_len=1)
 

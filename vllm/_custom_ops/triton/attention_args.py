@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vllm._custom_ops.triton.attention_shape import split_head
-from vllm._custom_ops.triton.cudnn import PaddedRow
 from vllm.errors import ShapeError
 
 _NO_LIMIT = 1 << 30  # a window or a chunk that no sequence outgrows
@@ -29,6 +28,7 @@ class AttentionArgs:
             `split_head` cuts it.
         cu_key_lens: int32 [B + 1] where the new rows of K and V are more than those of the queries:
             the last ones up to each row's end. None where they are the same.
+        prefix: what comes before new rows; the kernel for Hopper alone knows it.
     """
 
     out: Tensor
@@ -47,6 +47,7 @@ class AttentionArgs:
     fresh_key: Tensor | None
     fresh_value: Tensor | None
     cu_key_lens: Tensor | None = None
+    prefix: PrefixRows | None = None
 
     def check(self) -> None:
         """Raise ShapeError for arguments that a kernel would misread."""
@@ -181,34 +182,36 @@ class ChunkRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JoinedRows:
-    """How many rows of K and V each row of a batch sees, the last ones of its sequence.
+    """How many rows of K and V of each row of a batch are laid behind each other.
+
+    They are the last ones before the row's end, or before where its new rows are read in place.
 
     Attributes:
         cu_key_lens: int32 [B + 1].
         num_keys: their sum.
         max_key_len: the most of one row.
+        has_new: whether the row's end is meant, else the first multiple of `PREFIX_ALIGNMENT` that
+            no cached row lies behind, or the end if that comes first.
     """
 
     cu_key_lens: Tensor
     num_keys: int
     max_key_len: int
+    has_new: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LongRow:
-    """A row that cuDNN serves.
+class PrefixRows:
+    """What `JoinedRows` without `has_new` describes.
 
     Attributes:
-        row: its index in the batch.
-        tokens: where its new tokens are.
-        padded: how it is cut.
-        joined: that row alone, of a tensor that has room for its padding.
+        key, value: [rows, Hkv, D].
+        cu_lens: int32 [B + 1].
     """
 
-    row: int
-    tokens: slice
-    padded: PaddedRow
-    joined: JoinedRows
+    key: Tensor
+    value: Tensor
+    cu_lens: Tensor
 
 
 def _require(is_right: bool, what: str) -> None:

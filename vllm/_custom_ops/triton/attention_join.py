@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows
+from vllm._custom_ops.triton.attention_args import AttentionArgs, JoinedRows, PrefixRows
+from vllm._custom_ops.triton.attention_shape import PREFIX_ALIGNMENT
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm.utils.math import cdiv, next_power
 
@@ -45,8 +46,12 @@ def _join_kernel(
     BLOCK_TOKENS: tl.constexpr,
     HAS_FRESH: tl.constexpr,
     HAS_ONE_FIELD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
-    """One (BLOCK_P rows, sequence): the last rows of the sequence, in their order."""
+    """One (BLOCK_P rows, sequence): the last rows of the sequence, in their order.
+
+    With an ALIGNMENT those behind its first multiple that no cached row lies behind are left out.
+    """
     row = tl.program_id(1) + first_row
     start = tl.load(cu_key_lens + row)
     num_keys = tl.load(cu_key_lens + row + 1) - start
@@ -57,7 +62,10 @@ def _join_kernel(
     num_cached = seq_len
     if HAS_FRESH:
         num_cached -= tl.load(cu_query_lens + row + 1) - token
-    position = seq_len - num_keys + in_row
+    end = seq_len
+    if ALIGNMENT:
+        end = tl.minimum(tl.cdiv(num_cached, ALIGNMENT) * ALIGNMENT, seq_len)
+    position = end - num_keys + in_row
     is_row = in_row < num_keys
     is_cached = is_row & (position < num_cached)
     table = block_offsets + row.to(tl.int64) * table_stride
@@ -98,7 +106,7 @@ def can_join(args: AttentionArgs) -> bool:
 def join_rows(
     args: AttentionArgs, joined: JoinedRows, first_row: int, num_rows: int
 ) -> AttentionArgs:
-    """Return arguments without a cache, whose new rows are all that rows `first_row` … see.
+    """Return arguments without a cache: rows `first_row` … see new rows, perhaps behind a prefix.
 
     Args:
         args: such that `can_join`.
@@ -119,7 +127,11 @@ def join_rows(
         num_rows=num_rows,
         has_fresh=args.fresh_key is not None,
         has_one_field=args.has_one_field,
+        alignment=0 if joined.has_new else PREFIX_ALIGNMENT,
     )
+    if not joined.has_new:
+        prefix = PrefixRows(key=key, value=value, cu_lens=joined.cu_key_lens)
+        return replace(args, key_cache=None, value_cache=None, block_offsets=None, prefix=prefix)
     return replace(
         args,
         key_cache=None,
@@ -140,6 +152,7 @@ def launch_join(
     num_rows: int,
     has_fresh: bool,
     has_one_field: bool,
+    alignment: int = 0,
 ) -> None:
     """Copy rows.
 
@@ -151,6 +164,7 @@ def launch_join(
         num_rows: their number.
         has_fresh: whether new rows are given.
         has_one_field: whether K is V.
+        alignment: of the positions behind which new rows stay where they are; 0 is none.
     """
     cache, fresh = rows[2], rows[4]
     width = cache.shape[2] * cache.shape[3]
@@ -167,4 +181,5 @@ def launch_join(
         BLOCK_TOKENS=cache.shape[1],
         HAS_FRESH=has_fresh,
         HAS_ONE_FIELD=has_one_field,
+        ALIGNMENT=alignment,
     )

@@ -2,24 +2,18 @@
 
 Called by `attention.py`. A program serves one (query tile, head, row) with an online softmax over
 tiles of keys (Dao, "FlashAttention-2", 2023). Whether a key is cached or new is decided key by key,
-so that prompts that are resumed anywhere meet the same tiles.
+so that prompts that are resumed anywhere meet the same tiles. Where a Hopper is faster by its own
+means, `attention_hopper.py` serves.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
-from vllm._custom_ops.triton.attention_shape import (
-    Tile,
-    can_copy_tiles,
-    fit_prefill_tile,
-    split_head,
-)
+from vllm._custom_ops.triton.attention_hopper import MIN_TOKENS, can_attend, hopper_attention
+from vllm._custom_ops.triton.attention_shape import Tile, fit_prefill_tile, split_head
 from vllm._custom_ops.triton.attention_tile import (
     count_tiles,
     first_visible,
@@ -31,12 +25,8 @@ from vllm._custom_ops.triton.attention_tile import (
     step_softmax,
     store_head,
 )
-from vllm._custom_ops.triton.launch import FastKernel, fast_launch
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm.utils.math import cdiv
-from vllm.utils.tried_forms import is_tried
-
-_MIN_TILED_TOKENS = 256
-"""Of the longest prompt: below, host time counts, and hardly a tile is seen whole."""
 
 
 @triton.jit
@@ -55,10 +45,6 @@ def _attend_tile(
     value_head,
     fresh_key_head,
     fresh_value_head,
-    key_tiles,
-    key_tail_tiles,
-    value_tiles,
-    kv_head,
     table,
     num_cached,
     first_fresh,
@@ -70,9 +56,7 @@ def _attend_tile(
     unit_stride,
     token_stride,
     fresh_token_stride,
-    fresh_head_stride,
     value_token_stride,
-    value_head_stride,
     BLOCK_N: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -81,7 +65,6 @@ def _attend_tile(
     BLOCK_TOKENS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
-    HAS_TILES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_ONE_FIELD: tl.constexpr,
     IS_CAUSAL_ONLY: tl.constexpr,
@@ -89,33 +72,25 @@ def _attend_tile(
     PRECISION: tl.constexpr,
 ):
     """Let a tile of queries see the keys from `begin` on; `tail` is unused where TAIL is 0."""
-    BY_TILE: tl.constexpr = HAS_TILES and not IS_MASKED
-    if BY_TILE:
-        fresh_row, column = first_fresh + begin - num_cached, kv_head * fresh_head_stride
-        key_main = key_tiles.load([fresh_row, column])
-    else:
-        position = begin + tl.arange(0, BLOCK_N)
-        is_read = position <= last
-        if not IS_CAUSAL_ONLY:
-            is_read &= (position >= first) | (position < sink_tokens)
-        if not IS_MASKED:
-            is_read = position >= 0
-        cached_place, fresh_row = locate_rows(
-            table, position, is_read, num_cached, first_fresh,
-            unit_stride, token_stride, 1, BLOCK_TOKENS, HAS_CACHE,
-        )  # fmt: skip
-        is_cached = position < num_cached
-        key_rows = point_rows(
-            key_head, fresh_key_head, cached_place, fresh_row * fresh_token_stride, is_cached,
-            HAS_CACHE, HAS_FRESH,
-        )  # fmt: skip
-        key_main = load_part(key_rows, is_read, 0, MAIN, HEAD_SIZE, IS_MASKED)
+    position = begin + tl.arange(0, BLOCK_N)
+    is_read = position <= last
+    if not IS_CAUSAL_ONLY:
+        is_read &= (position >= first) | (position < sink_tokens)
+    if not IS_MASKED:
+        is_read = position >= 0
+    cached_place, fresh_row = locate_rows(
+        table, position, is_read, num_cached, first_fresh,
+        unit_stride, token_stride, 1, BLOCK_TOKENS, HAS_CACHE,
+    )  # fmt: skip
+    is_cached = position < num_cached
+    key_rows = point_rows(
+        key_head, fresh_key_head, cached_place, fresh_row * fresh_token_stride, is_cached,
+        HAS_CACHE, HAS_FRESH,
+    )  # fmt: skip
+    key_main = load_part(key_rows, is_read, 0, MAIN, HEAD_SIZE, IS_MASKED)
     products = tl.dot(query_main, tl.trans(key_main), input_precision=PRECISION)
     if TAIL:
-        if BY_TILE:
-            key_tail = key_tail_tiles.load([fresh_row, column + MAIN])
-        else:
-            key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
+        key_tail = load_part(key_rows, is_read, MAIN, TAIL, HEAD_SIZE, IS_MASKED)
         products = tl.dot(query_tail, tl.trans(key_tail), products, input_precision=PRECISION)
     logits = scale_logits(products, scale, soft_cap, HAS_SOFT_CAP)
     if IS_MASKED:
@@ -126,8 +101,6 @@ def _attend_tile(
     weights, factor, biggest, total = step_softmax(logits, biggest, total)
     if HAS_ONE_FIELD:
         value_main = key_main
-    elif BY_TILE:
-        value_main = value_tiles.load([fresh_row, kv_head * value_head_stride])
     else:
         value_rows = point_rows(
             value_head, fresh_value_head, cached_place, fresh_row * value_token_stride, is_cached,
@@ -175,9 +148,6 @@ def _prefill_kernel(
     seq_lens,
     sinks,
     cu_key_lens,
-    key_tiles,
-    key_tail_tiles,
-    value_tiles,
     scale,
     soft_cap,
     window,
@@ -207,7 +177,6 @@ def _prefill_kernel(
     BLOCK_TOKENS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
-    HAS_TILES: tl.constexpr,
     HAS_VALUE_STRIDES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -271,11 +240,10 @@ def _prefill_kernel(
         biggest, total, main, tail = _attend_tile(
             biggest, total, main, tail, query_main, query_tail, query_position,
             tile * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
-            key_tiles, key_tail_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
-            scale, soft_cap, window, sink_tokens, chunk_tokens, unit_stride, token_stride,
-            fresh_token_stride, fresh_head_stride, value_token_stride, value_head_stride,
+            table, num_cached, first_fresh, scale, soft_cap, window, sink_tokens, chunk_tokens,
+            unit_stride, token_stride, fresh_token_stride, value_token_stride,
             BLOCK_N, HEAD_SIZE, VALUE_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH,
-            HAS_TILES, HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
+            HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
         )  # fmt: skip
     num_before = num_sink_tiles + whole_begin - first_tile
     num_masked = num_before + last // BLOCK_N + 1 - whole_end
@@ -284,11 +252,10 @@ def _prefill_kernel(
         biggest, total, main, tail = _attend_tile(
             biggest, total, main, tail, query_main, query_tail, query_position,
             index * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
-            key_tiles, key_tail_tiles, value_tiles, kv_head, table, num_cached, first_fresh,
-            scale, soft_cap, window, sink_tokens, chunk_tokens, unit_stride, token_stride,
-            fresh_token_stride, fresh_head_stride, value_token_stride, value_head_stride,
+            table, num_cached, first_fresh, scale, soft_cap, window, sink_tokens, chunk_tokens,
+            unit_stride, token_stride, fresh_token_stride, value_token_stride,
             BLOCK_N, HEAD_SIZE, VALUE_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH,
-            HAS_TILES, HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
+            HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
         )  # fmt: skip
 
     out_rows = out + query_token * out_token_stride + head * out_head_stride
@@ -309,28 +276,22 @@ def prefill_attention(
         args: the op's arguments.
         num_rows: rows from `first_row` on.
         max_query_len: no row has more new tokens.
-        tile: sizes to take instead of the table's, for benchmarks.
+        tile: sizes to take instead of the table's, for benchmarks, and never Hopper's kernel.
     """
+    if tile is None and args.key_cache is None and max_query_len >= MIN_TOKENS and can_attend(args):
+        hopper_attention(args, first_row, num_rows, max_query_len, min_query_len)
+        return
     num_heads, head_size = args.query.shape[1:]
     main, tail = split_head(head_size)
-    tile = tile or replace(
-        fit_prefill_tile(
-            head_size, args.query.element_size(), args.has_one_field, args.query.device
-        ),
-        copies=is_tried("copies"),
+    tile = tile or fit_prefill_tile(
+        head_size, args.query.element_size(), args.has_one_field, args.query.device
     )
     pointers, strides = args.launch_arguments(has_value_strides=True)
     window, sink_tokens, chunk_tokens = args.mask()
     grid = (num_heads, cdiv(max_query_len, tile.block_m), num_rows)
-    is_long = tile.copies and max_query_len >= _MIN_TILED_TOKENS
-    tiles = _describe_tiles(args, tile.block_n) if is_long else None
-    kernel = _prefill_kernel
-    if tiles is not None and isinstance(kernel, FastKernel):
-        kernel = kernel.jit  # Triton alone reads descriptions
-    kernel[grid](
+    _prefill_kernel[grid](
         *pointers,
         args.cu_query_lens if args.cu_key_lens is None else args.cu_key_lens,
-        *(tiles or (args.query,) * 3),
         args.scale,
         args.soft_cap,
         window,
@@ -349,7 +310,6 @@ def prefill_attention(
         BLOCK_TOKENS=args.block_tokens,
         HAS_CACHE=args.key_cache is not None,
         HAS_FRESH=args.fresh_key is not None,
-        HAS_TILES=tiles is not None,
         HAS_VALUE_STRIDES=strides[-4:-2] != strides[-2:],
         HAS_SOFT_CAP=args.soft_cap > 0,
         HAS_SINKS=args.sinks is not None,
@@ -359,32 +319,3 @@ def prefill_attention(
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
-
-
-def _describe_tiles(args: AttentionArgs, block_n: int) -> tuple[TensorDescriptor, ...] | None:
-    """Return what the copy engine of an sm_90 needs to know of new K and V, None elsewhere.
-
-    Whole tiles of rows that lie behind each other are then loaded without a pointer in a register.
-    """
-    head_size, value_size = args.query.shape[2], args.out.shape[2]
-    main, tail = split_head(head_size)
-    key, value = args.fresh_key, args.fresh_value
-    if (
-        args.key_cache is not None
-        or key is None
-        or value is None
-        or not can_copy_tiles(args.query.device)
-        or args.query.element_size() != 2
-        or main + tail != head_size
-        or value_size > main
-    ):
-        return None
-    tiles = []
-    for row_SHD, size in ((key, main), (key, tail or main), (value, main)):
-        token_stride, head_stride, _ = row_SHD.stride()
-        if row_SHD.data_ptr() % 16 or token_stride % 8:
-            return None
-        width = (row_SHD.shape[1] - 1) * head_stride + row_SHD.shape[2]
-        shape, strides = [row_SHD.shape[0], width], [token_stride, 1]
-        tiles.append(TensorDescriptor(row_SHD, shape, strides, [block_n, size]))
-    return tuple(tiles)

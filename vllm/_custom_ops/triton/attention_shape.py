@@ -23,6 +23,9 @@ FEW_GROUPS = 16
 LONG_SPLIT = 2048
 """Keys of one program where there are programs left to share them."""
 
+PREFIX_ALIGNMENT = 128
+"""Tiles of keys of prompts are of this length, or a part of it."""
+
 _EVEN_PROGRAMS = 2  # a processor, which is what it holds of them at once
 _MOST_PROGRAMS = 4  # a processor, where rows are long
 
@@ -34,14 +37,12 @@ class Tile:
     Attributes:
         block_m: query heads (decode) or query tokens (prefill).
         block_n: keys of one tile.
-        copies: whether the device copies tiles that are seen whole, where it can.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +150,3 @@ def count_splits(num_groups: int, longest_view: int, block_n: int, num_processor
     if longest_view <= even * LONG_SPLIT:
         most = even
     return Splits(launched=max(most, even), even=even)
-
-
-def can_copy_tiles(device: torch.device) -> bool:
-    """Return whether a device copies whole tiles by itself."""
-    return is_hopper(device)

@@ -1,16 +1,13 @@
-"""Long prompts by cuDNN's attention, which torch brings and which no kernel that pages comes near.
+"""Whole prompts of one length by cuDNN's attention, which torch brings.
 
-Called by `attention/backends/triton.py` and, through `attention.py`, by `layers/mla.py`, with
-lengths that the host knows. cuDNN builds a plan for each pair of lengths, which takes as long as a
-prompt: lengths are padded to multiples of 1,024, so that there are few. A row's cached tokens up to
-such a multiple are attended to without a mask, the others causally together with the new ones, and
-both results are merged by their denominators, as splits of a decode row are.
+Called by `attention/backends/triton.py` and, through `attention.py`, by `layers/mla.py`, where the
+kernel of `attention_hopper.py` does not serve, with lengths that the host knows. cuDNN builds a
+plan for each length, which takes as long as a prompt: only long ones in steps of 128 are worth one.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,48 +17,9 @@ from vllm._custom_ops.triton.device import is_hopper
 MAX_PLAIN_HEAD_SIZE = 128
 """Larger heads, and values shorter than keys, were measured on an H200 only."""
 
-LENGTH_STEP = 1024
-MIN_TOKENS = 2048
-"""New tokens of a row; below, padding costs more than what is saved."""
-
 MIN_EQUAL_TOKENS = 1024
 EQUAL_STEP = 128
-"""Of whole prompts of one length, which need no copy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedRow:
-    """How a row is cut and padded.
-
-    Attributes:
-        prefix: cached tokens that are attended to without a mask.
-        lead: cached tokens behind those.
-        new: new tokens.
-        length: lead and new tokens with the padding behind them.
-    """
-
-    prefix: int
-    lead: int
-    new: int
-    length: int
-
-    @property
-    def num_keys(self) -> int:
-        """Rows of K and V with the padding."""
-        return self.prefix + self.length
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the queries need no padding."""
-        return self.length == self.new
-
-
-def pad_row(computed: int, new: int) -> PaddedRow:
-    """Cut a row of so many cached and new tokens."""
-    prefix = computed // LENGTH_STEP * LENGTH_STEP
-    lead = computed - prefix
-    length = -(-(lead + new) // LENGTH_STEP) * LENGTH_STEP
-    return PaddedRow(prefix=prefix, lead=lead, new=new, length=length)
+"""Tokens of a prompt."""
 
 
 @functools.cache
@@ -127,82 +85,22 @@ def attend_equal_prompts(
         x.unflatten(0, (-1, prompt_len)).transpose(1, 2)
         for x in (query_THD, key_THD, value_THV, out_THV)
     )
-    read, _ = run(query, key, value, is_causal=True, has_sums=False, scale=scale)
-    out.copy_(read)
+    out.copy_(run(query, key, value, scale=scale))
 
 
-def attend_padded(
-    out_THV: Tensor,
-    query_THD: Tensor,
-    key_SHD: Tensor,
-    value_SHV: Tensor,
-    row: PaddedRow,
-    scale: float,
-) -> None:
-    """Attend from the new tokens of one row to all its tokens.
-
-    Args:
-        out_THV: [T, H, V]; overwritten.
-        query_THD: [T, H, D].
-        key_SHD: [row.num_keys, Hkv, D], the row's keys in their order; finite in the padding.
-        value_SHV: same, V elements.
-        row: how it is cut.
-        scale: factor of the logits.
-    """
-    if not row.is_exact:
-        padded = query_THD.new_empty(row.length, *query_THD.shape[1:])
-        padded[row.lead : row.lead + row.new] = query_THD
-        padded[: row.lead] = 0.0
-        padded[row.lead + row.new :] = 0.0
-        query_THD = padded
-    query, key, value = (x[None].transpose(1, 2) for x in (query_THD, key_SHD, value_SHV))
-    own, own_sums = run(
-        query,
-        key[:, :, row.prefix :],
-        value[:, :, row.prefix :],
-        is_causal=True,
-        has_sums=row.prefix > 0,
-        scale=scale,
-    )
-    tokens = slice(row.lead, row.lead + row.new)
-    if row.prefix == 0:
-        out_THV.copy_(own[0, :, tokens].transpose(0, 1))
-        return
-    before, before_sums = run(
-        query,
-        key[:, :, : row.prefix],
-        value[:, :, : row.prefix],
-        is_causal=False,
-        has_sums=True,
-        scale=scale,
-    )
-    # Triton may be absent where this file is imported.
-    from vllm._custom_ops.triton.attention_merge import merge_attention  # noqa: PLC0415
-
-    merge_attention(
-        out_THV,
-        *(x[0, :, tokens].transpose(0, 1) for x in (own, before)),
-        *(x.view(x.shape[1], -1)[:, tokens].t() for x in (own_sums, before_sums)),
-    )
-
-
-def run(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, has_sums: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN.
+def run(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+    """Attend by cuDNN, causally.
 
     Args:
         query: [B, H, T, D].
-        key: [B, Hkv, S, D].
-        value: [B, Hkv, S, V].
-        is_causal: whether query i sees keys 0 … i, else all.
-        has_sums: whether the second result is wanted.
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, V].
         scale: factor of the logits.
 
     Returns:
-        (what was read, [B, H, T, V]; logarithms of the denominators, float32 [B, H, T, 1]).
+        What was read, [B, H, T, V].
     """
-    read, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, has_sums, 0.0, is_causal, False, scale=scale
+    read, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, False, 0.0, True, False, scale=scale
     )
-    return read, sums
+    return read

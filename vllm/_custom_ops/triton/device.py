@@ -26,3 +26,11 @@ def count_processors(device: torch.device) -> int:
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device has what Hopper (sm_90) brought."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+@functools.cache
+def has_warp_group_products(device: torch.device) -> bool:
+    """Return whether warp groups multiply tiles in shared memory, which sm_90 alone does."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER[0]

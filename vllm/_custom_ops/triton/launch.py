@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -37,8 +38,11 @@ _MAX_READY = 4096
 _find_dtype = attrgetter("dtype")
 
 
-def _describe(descriptor: TensorDescriptor) -> tuple[Any, ...]:
-    """Return on what of a descriptor a compiled kernel depends; the launcher takes the rest."""
+def _describe(descriptor: TensorDescriptor | GluonDescriptor) -> tuple[Any, ...]:
+    """Return on what of a descriptor a compiled kernel depends; the launcher takes the rest.
+
+    The layout of one of Gluon's is here always that of its block and element type.
+    """
     return descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding
 
 
@@ -177,7 +181,7 @@ class FastKernel:
         for place, (kind, parameter) in enumerate(zip(types, self.jit.params, strict=False)):
             if issubclass(kind, Tensor):
                 tensors.append(place)
-            elif issubclass(kind, TensorDescriptor):
+            elif issubclass(kind, (TensorDescriptor, GluonDescriptor)):
                 descriptors.append(place)
             elif kind is int and parameter.do_not_specialize and not parameter.is_constexpr:
                 loose.append(place)

@@ -12,10 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows, LongRow
-from vllm._custom_ops.triton.cudnn import MIN_TOKENS, pad_row
+from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows
+from vllm._custom_ops.triton.attention_shape import PREFIX_ALIGNMENT
 from vllm.batch import ForwardBatch
-from vllm.utils.tried_forms import is_tried
 
 MAX_CHUNK_TOKENS = 128
 MIN_CHUNK_COMPUTED = 512
@@ -54,32 +53,13 @@ def plan_chunks(batch: ForwardBatch) -> ChunkRows | None:
     )
 
 
-def plan_long_rows(batch: ForwardBatch, chunks: ChunkRows | None) -> tuple[LongRow, ...]:
-    """Return the rows behind decode rows and `chunks` if every one of them is long, else none."""
-    if not is_tried("cudnn"):
-        return ()
-    least = 0 if chunks is None else chunks.most_tokens
-    new_lens, computed_lens = batch.new_lens_cpu, batch.computed_lens_cpu
-    indices = [i for i in range(batch.num_decode_rows, len(new_lens)) if new_lens[i] > least]
-    if any(new_lens[i] < MIN_TOKENS for i in indices):
-        return ()
-    starts = [0, *accumulate(new_lens)]
-    rows = []
-    for i in indices:
-        padded, num_keys = pad_row(computed_lens[i], new_lens[i]), new_lens[i] + computed_lens[i]
-        lens = [0] * (i + 1) + [num_keys] * (len(new_lens) - i)
-        joined = JoinedRows(
-            cu_key_lens=send_lens(lens, batch.seq_lens.device),
-            num_keys=padded.num_keys,
-            max_key_len=num_keys,
-        )
-        tokens = slice(starts[i], starts[i + 1])
-        rows.append(LongRow(row=i, tokens=tokens, padded=padded, joined=joined))
-    return tuple(rows)
-
-
 def plan_joined(
-    batch: ForwardBatch, window: int, row_bytes: int, chunks: ChunkRows | None
+    batch: ForwardBatch,
+    window: int,
+    row_bytes: int,
+    chunks: ChunkRows | None,
+    *,
+    has_new: bool = True,
 ) -> JoinedRows | None:
     """Return how many rows of K and V each row sees, or None where they are not worth a copy.
 
@@ -88,24 +68,25 @@ def plan_joined(
         window: tokens that stay visible; 0 is all.
         row_bytes: of K and V of one token.
         chunks: rows that need none.
+        has_new: see JoinedRows.
     """
-    if not is_tried("join"):
-        return None
     least = 0 if chunks is None else chunks.most_tokens
     lens, is_worth_it = [0] * batch.num_decode_rows, False
     for new, computed in list(zip(batch.new_lens_cpu, batch.computed_lens_cpu, strict=True))[
         batch.num_decode_rows :
     ]:
         kept = min(computed, window - 1) if window else computed
-        lens.append(kept + new if new > least else 0)
+        joined = new if has_new else min(new, -computed % PREFIX_ALIGNMENT)
+        lens.append(kept + joined if new > least else 0)
         is_worth_it |= new >= MIN_JOINED_TOKENS and computed > 0
     num_keys = sum(lens)
-    if not is_worth_it or num_keys * row_bytes > MAX_JOINED_BYTES:
+    if not is_worth_it or not 0 < num_keys * row_bytes <= MAX_JOINED_BYTES:
         return None
     return JoinedRows(
         cu_key_lens=send_lens([0, *accumulate(lens)], batch.seq_lens.device),
         num_keys=num_keys,
         max_key_len=max(lens),
+        has_new=has_new,
     )
 
 

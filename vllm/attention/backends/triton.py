@@ -1,8 +1,8 @@
 """The kernel `triton`: our paged attention on a GPU, split decode and tiled prefill.
 
-Whole prompts of equal length go to cuDNN (`_custom_ops/triton/cudnn.py`), which is faster than
-anything that pages; other long ones do where that is asked for. All decisions are made on the host
-from host numbers; nothing waits for the device.
+Whole prompts of equal length go to cuDNN (`_custom_ops/triton/cudnn.py`) where Hopper's own kernel
+(`_custom_ops/triton/attention_hopper.py`), which is faster, does not serve. All decisions are made
+on the host from host numbers; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from vllm.attention.backends.abstract import (
 from vllm.attention.backends.long_prompts import (
     plan_chunks,
     plan_joined,
-    plan_long_rows,
 )
 from vllm.batch import ForwardBatch, LayerCache
 from vllm.types import DType
 
 if TYPE_CHECKING:
-    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows, LongRow
+    from vllm._custom_ops.triton.attention_args import ChunkRows, JoinedRows
 
 OLDEST_CAPABILITY = (8, 0)
 
@@ -81,23 +80,24 @@ class TritonPlan:
         are_prompts_whole: whether the rows beyond the decode rows have no computed tokens.
         prompt_len: the length of each of them if they are whole and equal, else 0.
         chunks: those with few new tokens at a long end, or None.
-        joined: what the others see of their sequences, for each (window, bytes of a row).
-        long_rows: the others, if cuDNN is worth its plans for every one of them.
+        joined: what the others see of their sequences, for each (window, bytes of a row, whether
+            new rows are joined).
     """
 
     are_prompts_whole: bool
     prompt_len: int
     chunks: ChunkRows | None
-    long_rows: tuple[LongRow, ...]
-    joined: dict[tuple[int, int], JoinedRows | None] = dataclasses.field(default_factory=dict)
+    joined: dict[tuple[int, int, bool], JoinedRows | None] = dataclasses.field(default_factory=dict)
 
-    def join(self, batch: ForwardBatch, window: int, cache: LayerCache) -> JoinedRows | None:
-        """Return what the rows see of their sequences under a window, or None."""
+    def join(
+        self, batch: ForwardBatch, window: int, cache: LayerCache, *, has_new: bool = True
+    ) -> JoinedRows | None:
+        """Return what the rows see of their sequences under a window, or None; see JoinedRows."""
         field = cache.tensors[0]
         row_bytes = math.prod(field.shape[2:]) * field.element_size() * len(cache.tensors)
-        key = (window, row_bytes)
+        key = (window, row_bytes, has_new)
         if key not in self.joined:
-            self.joined[key] = plan_joined(batch, window, row_bytes, self.chunks)
+            self.joined[key] = plan_joined(batch, window, row_bytes, self.chunks, has_new=has_new)
         return self.joined[key]
 
 
@@ -121,7 +121,6 @@ class TritonBackend(AttentionBackend):
             are_prompts_whole=is_whole,
             prompt_len=new_lens[0] if is_equal else 0,
             chunks=chunks,
-            long_rows=plan_long_rows(batch, chunks),
         )
 
     def forward(
@@ -139,12 +138,19 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         """See `AttentionBackend.forward`."""
         store_new_rows(key_THD, value_THD, cache, batch, params, rows_are_cached)
+        # Triton may be absent where this file is imported to be asked what it serves.
+        from vllm._custom_ops.triton.attention import attend  # noqa: PLC0415
+        from vllm._custom_ops.triton.attention_hopper import can_attend  # noqa: PLC0415
+
+        args = _make_args(out_THD, query_THD, key_THD, value_THD, cache, batch, params)
+        is_hoppers = batch.max_query_len > 1 and can_attend(args)
         is_torchs = (
-            (plan.prompt_len > 0 or len(plan.long_rows) > 0)
+            not is_hoppers
+            and cudnn.is_length_served(plan.prompt_len)
             and is_plain(params)
             and cudnn.serves_rows(query_THD, key_THD, value_THD)
         )
-        if is_torchs and cudnn.is_length_served(plan.prompt_len):
+        if is_torchs:
             assert key_THD is not None and value_THD is not None
             attend_decode_rows(out_THD, query_THD, cache, batch, params)
             prompts = slice(batch.num_decode_rows, None)
@@ -158,19 +164,18 @@ class TritonBackend(AttentionBackend):
             )
             return
         has_cached_prompts = any(batch.computed_lens_cpu[batch.num_decode_rows :])
-        # Triton may be absent where this file is imported to be asked what it serves.
-        from vllm._custom_ops.triton.attention import attend  # noqa: PLC0415
-
+        joined = None
+        if has_cached_prompts:
+            joined = plan.join(batch, params.window, cache, has_new=not is_hoppers)
         attend(
-            _make_args(out_THD, query_THD, key_THD, value_THD, cache, batch, params),
+            args,
             num_decode_rows=batch.num_decode_rows,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             are_decodes_cached=True,  # see `attend_decode_rows`
             are_prompts_whole=plan.are_prompts_whole,
             chunks=plan.chunks,
-            joined=plan.join(batch, params.window, cache) if has_cached_prompts else None,
-            long_rows=plan.long_rows if is_torchs else (),
+            joined=joined,
         )
 
 
