@@ -51,7 +51,6 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0),  # GiB; 0 = chosen
     "VLLM_CPU_OMP_THREADS_BIND": lambda: os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "all"),
     "VLLM_ATTENTION_BACKEND": _text("VLLM_ATTENTION_BACKEND"),
-    "VLLM_TRIED_FORMS": _text("VLLM_TRIED_FORMS", ""),  # see utils/tried_forms.py; by commas
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _flag("VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
     "VLLM_PLUGINS": _text("VLLM_PLUGINS"),
     # logging and debugging

@@ -14,7 +14,6 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.logger import init_logger, warn_once
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms.interface import Platform
-from vllm.utils.tried_forms import list_tried_forms
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_memory import measure_memory
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
@@ -25,12 +24,7 @@ logger = init_logger(__name__)
 
 
 def set_up_device(index: int) -> torch.device:
-    """Make a GPU this process's own and register the ops that run on it.
-
-    Raises:
-        ConfigError: VLLM_TRIED_FORMS names what there is not.
-    """
-    list_tried_forms()  # now, not in the middle of a step
+    """Make a GPU this process's own and register the ops that run on it."""
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     register_triton_ops()
@@ -113,17 +107,11 @@ def make_runner(
     layers: LayerSetup,
     config: EngineConfig,
     tp: TensorParallel,
-    platform: Platform,
     device: torch.device,
 ) -> GpuModelRunner:
     """Return a runner that is ready for steps, its graphs captured."""
     runner = GpuModelRunner(
         model, cache, layers.kernel_names, tp, limits=read_limits(config, layers), device=device
     )
-    if runner.num_graphs:
-        torch.cuda.empty_cache()
-        before = platform.get_memory(tp.rank).free_bytes
-        runner.capture()
-        graph_bytes = before - platform.get_memory(tp.rank).free_bytes
-        logger.info("%d CUDA graphs take %.2f GiB", runner.num_graphs, graph_bytes / GIB)
+    runner.capture()
     return runner

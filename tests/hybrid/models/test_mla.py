@@ -111,7 +111,7 @@ def test_both_forms_are_equal(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_with_many_new_tokens_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_many_new_tokens_are_expanded() -> None:
     batch = make_batch(torch.zeros(0, 2).int())
     count = len(LENS)
     assert latent_rows.count_absorbed_rows(batch, SIZES) == count, "too short to pay the launches"
@@ -120,8 +120,6 @@ def test_rows_with_many_new_tokens_are_expanded(monkeypatch: pytest.MonkeyPatch)
     cut = replace(long, computed_lens_cpu=(0, 4, *[0] * (count - 2)))
     assert latent_rows.count_absorbed_rows(cut, SIZES) == 2
     more = replace(long, computed_lens_cpu=(0, 0, 4))
-    assert latent_rows.count_absorbed_rows(more, SIZES) == count
-    monkeypatch.setenv("VLLM_TRIED_FORMS", "expand")
     assert latent_rows.count_absorbed_rows(more, SIZES) == 0
     much = replace(long, computed_lens_cpu=(0, 0, latent_rows.MAX_EXPANDED_KEYS))
     assert latent_rows.count_absorbed_rows(much, SIZES) == count
@@ -148,7 +146,6 @@ def test_a_step_of_both_kinds_of_rows(
             patch.setattr(mla, "can_expand", lambda x: is_expanded)  # noqa: B023
             patch.setattr(latent_rows, "MIN_EXPANDED_TOKENS", 16)
             patch.setattr(latent_rows, "MAX_CHUNK_TOKENS", max_chunk)
-            patch.setenv("VLLM_TRIED_FORMS", "expand")
             driver = PagedDriver(model)
             driver.step({0: prompts[0], 1: prompts[1][:9]})
             found.append([*driver.step(steps), *driver.step({n: [5] for n in steps})])

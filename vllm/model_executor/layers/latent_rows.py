@@ -16,7 +16,6 @@ from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.attention.split_batch import split_batch
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.model_executor.layers.latent_expansion import LatentSizes
-from vllm.utils.tried_forms import is_tried
 
 MIN_EXPANDED_TOKENS = 256
 """Of the longest prompt of a step, where none goes on; fewer do not pay the launches."""
@@ -83,7 +82,7 @@ def count_absorbed_rows(batch: ForwardBatch, sizes: LatentSizes) -> int:
         new, computed = new_lens[first - 1], computed_lens[first - 1]
         num_keys += new + computed
         is_few = new <= MAX_CHUNK_TOKENS or num_keys > MAX_EXPANDED_KEYS
-        if computed > 0 and (is_few or not is_tried("expand")):
+        if computed > 0 and is_few:
             break
         first -= 1
     goes_on = any(computed_lens[first:])
