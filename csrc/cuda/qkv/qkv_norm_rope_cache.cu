@@ -91,7 +91,6 @@ template <typename T, typename W, int kPacks, bool kIsPacked>
 __global__ void __launch_bounds__(kGroupThreads)
     qkv_norm_rope_cache_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ Pack<T> exchange[kGroupThreads * kPacks];
-  let_next_start();
   const LaneGroup group(args.lanes);
   TokenPart<T, W, kPacks> part;
   part.is_packed = kIsPacked || args.is_packed;
@@ -110,6 +109,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   T* row = static_cast<T*>(args.qkv) + token * args.token_stride + int64_t{head} * args.head_size;
   Pack<T> packs[kPacks];
   await_inputs();
+  let_next_start();
   load_lanes(packs, row, args.head_size, part.is_packed, group);
   part.slot = args.slots[token];
   if (part.turn.rot_dim > 0) part.turn.cos_sin = args.table.row(args.positions[token]);
@@ -128,7 +128,6 @@ template <typename T, typename W, int kLanes, int kHeads>
 __global__ void __launch_bounds__(kGroupThreads)
     qkv_whole_heads_kernel(const __grid_constant__ QkvArgs args) {
   constexpr int kHeadSize = kLanes * Pack<T>::kSize;
-  let_next_start();
   const LaneGroup group(kLanes);
   const bool has_norm = args.q_weight != nullptr, has_turn = args.table.rot_dim > 0;
   const uint32_t first_value = args.num_heads + args.num_kv_heads;
@@ -139,6 +138,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   T* rows = static_cast<T*>(args.qkv) + token * args.token_stride + group.begin_of<T>(0);
   Pack<T> packs[kHeads][1];
   await_inputs();
+  let_next_start();
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const uint32_t head = min(first + i * args.groups_of_token, num_heads - 1);
