@@ -62,6 +62,19 @@ def test_experts_are_near_float32(num_tokens: int, inner: int, k: int) -> None:
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("inner, k", [(512, 8), (1408, 6)])
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 64, 200, 2000])
+def test_all_tokens_choose_alike(num_tokens: int, inner: int, k: int) -> None:
+    from vllm._custom_ops.triton import moe
+
+    x, (w13, w2), (weights, ids) = draw(4, num_tokens, HIDDEN), make(inner), route(num_tokens, k)
+    ids = ids[:1].expand(num_tokens, -1).contiguous()
+    out = torch.full_like(x, float("nan"))
+    moe.fused_experts(out, x, w13, w2, weights, ids, inner, "silu")
+    expected = compute(x, w13, w2, weights, ids)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 1024])
 def test_replays_follow_their_inputs(num_tokens: int) -> None:
     """A graph computes what its inputs hold now, to the same bits as without one."""
@@ -84,7 +97,7 @@ def test_replays_follow_their_inputs(num_tokens: int) -> None:
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40, 500])
+@pytest.mark.parametrize("num_tokens", [1, 8, 40, 500, 2000])
 def test_other_experts_equal_twin_of_few_tokens(num_tokens: int) -> None:
     from vllm._custom_ops.naive import moe as naive
     from vllm._custom_ops.triton import moe

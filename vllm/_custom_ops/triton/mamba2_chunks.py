@@ -40,6 +40,7 @@ SCRATCH_BYTES = 512 << 20
 MANY_PROGRAMS = 256  # that give every processor its share
 STATE_STAGES, OUTPUT_STAGES = 3, 2  # tiles in flight
 STATE_WARPS = 4
+OUTPUT_REGISTERS = 168  # of a thread: with a few more, two programs share a processor, not three
 _BLOCK_H = 16  # heads whose decays a program makes
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MAX_POWER = tl.constexpr(126.0)  # 2 to it is finite
@@ -354,7 +355,8 @@ def _run_rows(scan: Scan, chunk: int) -> None:
         scan.out, states, decays, scan.x, scan.b, scan.c, scan.skip, scan.cu_query_lens,
         scan.lens, num_rows, heads_each, *scan.out.stride()[:2], *x_strides, *b_strides,
         *scan.c.stride()[:2], HAS_SKIP=scan.skip is not None, BLOCK_P=block_p,
-        num_warps=max(4, chunk // 16), num_stages=1 if is_float else OUTPUT_STAGES, **shared,
+        num_warps=max(4, chunk // 16), num_stages=1 if is_float else OUTPUT_STAGES,
+        maxnreg=OUTPUT_REGISTERS if state_size <= 128 else None, **shared,
     )  # fmt: skip
 
 

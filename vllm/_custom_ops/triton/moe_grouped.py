@@ -49,6 +49,9 @@ _ON_HOPPER = _Tiles(
 
 _SOME_ROWS = 80
 
+_NARROW_BYTES = 2
+"""Of elements that tensor cores multiply; float32 takes registers that larger tiles leave not."""
+
 
 def choose_tile(x: Tensor, rows_per_expert: float) -> Tile:
     """Return how to multiply tokens' rows `x` [T, K].
@@ -72,10 +75,11 @@ def choose_tile(x: Tensor, rows_per_expert: float) -> Tile:
         x: the rows of the first product.
         rows_per_expert: how many an expert has if all have as many.
     """
-    tiles = _ON_HOPPER if is_hopper(x.device) else _BEFORE_HOPPER
+    is_narrow = x.itemsize == _NARROW_BYTES
+    tiles = _ON_HOPPER if is_narrow and is_hopper(x.device) else _BEFORE_HOPPER
     if x.shape[0] <= tiles.few.block_m:
         return tiles.few
-    return tiles.some if rows_per_expert <= _SOME_ROWS or x.itemsize > 2 else tiles.many
+    return tiles.many if is_narrow and rows_per_expert > _SOME_ROWS else tiles.some
 
 
 @triton.jit
