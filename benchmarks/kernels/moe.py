@@ -55,7 +55,6 @@ STRIPS = {
     "tile 32x128": Strip(block_n=32, block_k=128, num_warps=4, num_stages=4),
     "tile 32x256": Strip(block_n=32, block_k=256, num_warps=4, num_stages=4),
     "tile 64x128": Strip(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    "swapped 128x128": Strip(block_n=128, block_k=128, num_warps=4, num_stages=3, is_swapped=True),
 }
 FEW_TILES = {
     "16x64x128": _tile(16, 64, 128, 4, 4, described=False),
@@ -167,7 +166,7 @@ def report(
     ids = ids.int()
     num_elements = 3 * mixture.hidden * mixture.inner
     least_us = ids.unique().numel() * num_elements * 2 / copy_rate * 1e6
-    chosen = (choose_strip(ids.numel()), choose_tile(x, ids.numel() / mixture.num_experts))
+    chosen = (choose_strip(), choose_tile(x, ids.numel() / mixture.num_experts))
     for name, form in list_forms(num_tokens, mixture.num_chosen).items():
         time_us = measure_us([bind_layer(p, x, weights, ids, form) for p in products])
         line = {

@@ -158,7 +158,6 @@ def test_tiles_by_descriptors(num_tokens: int, form: dict[str, Any], inner: int,
     compute_by("run_grouped", form | {"has_descriptors": True}, num_tokens, inner, k)
 
 
-@pytest.mark.parametrize("is_swapped", [False, True])
-def test_single_pairs_on_tensor_cores(is_swapped: bool) -> None:
-    strip = {"block_n": 128 if is_swapped else 32, "block_k": 128, "num_warps": 4}
-    compute_by("run_single", strip | {"num_stages": 3, "is_swapped": is_swapped}, 3, 1408, 6)
+def test_single_pairs_of_some_tokens() -> None:
+    strip = {"block_n": 32, "block_k": 128, "num_warps": 4, "num_stages": 3}
+    compute_by("run_single", strip, 3, 1408, 6)

@@ -122,7 +122,6 @@ CASES: dict[str, Callable[[], None]] = {
     "products, wide, silu": partial(multiply, 18944, 2048, activation="silu"),
     "products, gelu": partial(multiply, 4096, 2048, activation="gelu_tanh"),
     "mixture, a token": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
-    "mixture, two tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=2),
     "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=8),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
     "mixture, prompts": partial(mix, 8, 6, 2048, 1408, num_tokens=512),

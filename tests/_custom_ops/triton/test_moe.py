@@ -100,11 +100,10 @@ def assert_equals_twin(
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["single", "swapped", "grouped", "described", "halved"])
+@pytest.fixture(params=["single", "grouped", "described", "halved"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with pairs one by one and sorted by expert, in small tiles."""
-    is_single = request.param in ("single", "swapped")
-    monkeypatch.setattr(moe, "MAX_SINGLE_TOKENS", 99 if is_single else 0)
+    monkeypatch.setattr(moe, "MAX_SINGLE_TOKENS", 99 if request.param == "single" else 0)
     tile = moe_tile.Tile(
         block_m=32 if request.param == "halved" else 16,
         block_n=32,
@@ -120,9 +119,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         block_k=16,
         num_warps=4,
         num_stages=1,
-        is_swapped=request.param == "swapped",
     )
-    monkeypatch.setattr(moe, "choose_strip", lambda _: strip)
+    monkeypatch.setattr(moe, "choose_strip", lambda: strip)
     return request.param
 
 

@@ -35,24 +35,20 @@ class Strip:
         block_n: weight rows of a program, gate and up together.
         block_k: elements of K that are on their way together, of two bytes each.
         num_stages: tiles that are on their way at once.
-        is_swapped: see `product.multiply_tile`.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    is_swapped: bool = False
 
 
-_FEW_PAIRS = (10, Strip(block_n=64, block_k=128, num_warps=4, num_stages=4))
-_MORE_PAIRS = Strip(block_n=128, block_k=128, num_warps=4, num_stages=3, is_swapped=True)
+_STRIP = Strip(block_n=64, block_k=128, num_warps=4, num_stages=4)
 
 
-def choose_strip(num_pairs: int) -> Strip:
+def choose_strip() -> Strip:
     """Return how to multiply single pairs."""
-    most, few = _FEW_PAIRS
-    return few if num_pairs <= most else _MORE_PAIRS
+    return _STRIP
 
 
 @fast_launch
@@ -81,7 +77,6 @@ def _single_kernel(
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -102,7 +97,7 @@ def _single_kernel(
         starts = start + tl.zeros((BLOCK_M,), tl.int64)
         gate, up = multiply_tile(
             x, starts, is_row, matrix, rows, rows + up_offset, 0, K, K,
-            IS_GATED, IS_SWAPPED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            IS_GATED, False, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         result = finish(
             gate, up, bias, expert, rows, rows + up_offset, expert_rows, is_in, alpha, limit,
@@ -175,7 +170,6 @@ def multiply_single(
         ACTIVATION=product.activation,
         IS_GATED=product.is_gated,
         EVEN_K=k % block_k == 0,
-        IS_SWAPPED=strip.is_swapped,
         BLOCK_M=_TILE_ROWS,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
