@@ -14,11 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests._custom_ops.triton import gluon_stand_in
+from tests._custom_ops.triton import test_attention_backend as steps
 from tests._custom_ops.triton.test_attention import Problem, move
 from tests._custom_ops.triton.test_attention import make_args as make_paged_args
 from tests.utils.ops import poisoned, random_rows
 from tests.utils.paged import cumulative
 from vllm._custom_ops.naive import attention as naive
+from vllm._custom_ops.naive.cache import reshape_and_cache
 from vllm._custom_ops.triton import attention_hopper, attention_warps, device
 from vllm._custom_ops.triton.attention import attend
 from vllm._custom_ops.triton.attention_args import AttentionArgs, PrefixRows
@@ -26,7 +28,10 @@ from vllm._custom_ops.triton.attention_hopper import can_attend
 from vllm._custom_ops.triton.attention_prefill import prefill_attention
 from vllm._custom_ops.triton.attention_shape import PREFIX_ALIGNMENT
 from vllm.attention.backends import long_prompts
+from vllm.attention.backends import triton as triton_backend
+from vllm.attention.backends.abstract import AttentionParams
 from vllm.attention.backends.long_prompts import plan_joined
+from vllm.attention.backends.table import load_backend
 
 Rows = list[tuple[int, int]]  # (computed, new) tokens
 BF16 = torch.bfloat16
@@ -197,6 +202,25 @@ def test_prompts_that_go_on(
     assert joined is not None
     attend(moved, num_decode_rows=1, max_query_len=150, max_seq_len=350, joined=joined)
     torch.testing.assert_close(moved.out.cpu(), expected, rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_steps_of_the_backend(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    monkeypatch.setattr(long_prompts, "MIN_JOINED_TOKENS", 100)
+    monkeypatch.setattr(triton_backend, "reshape_and_cache", reshape_and_cache)
+    monkeypatch.setattr(steps, "SIZE", 64)
+    rows = [(40, 1), (200, 150), (0, 130), (90, 70)]
+    cache, batch, fresh = steps.make_case(rows, num_decode_rows=1, says_lens=True)
+    cache = replace(cache, tensors=tuple(tensor.to(BF16) for tensor in cache.tensors))
+    query, key, value = (tensor.to(BF16) for tensor in fresh)
+    params = AttentionParams(scale=0.125, window=window)
+    expected = steps.run(load_backend("torch"), cache, batch, (query, key, value), params)
+    backend, out = load_backend("triton"), torch.full_like(query, torch.nan)
+    plan = backend.plan(batch, 0)
+    backend.forward(out, query, key, value, cache, batch, plan, params)
+    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1.6e-2)
+    [joined] = plan.joined.values()
+    assert not joined.has_new, "new rows are read in place"
 
 
 def test_what_it_does_not_serve(device: str) -> None:
