@@ -76,8 +76,8 @@ SWEPT = [(QWEN, 1, 640), (QWEN, 8, 640), (QWEN, 16, 640), (QWEN, 64, 640), (QWEN
          (QWEN, 64, 4096), (GEMMA, 1, 640), (GEMMA, 64, 640), (GEMMA, 32, 16384), (WIDE, 1, 640),
          (WIDE, 64, 640), (WIDE, 32, 8320), (NEMOTRON, 64, 640), (NEMOTRON, 32, 8320),
          (LATENT, 1, 640), (LATENT, 64, 640), (LATENT, 32, 8320)]  # fmt: skip
-DECODE_SIZES = ((16, 4, 3), (32, 4, 3), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3),
-                (128, 8, 3), (32, 8, 3), (32, 4, 5))  # fmt: skip
+DECODE_SIZES = ((32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3),
+                (128, 8, 2))  # fmt: skip
 PREFILL_SIZES = {
     128: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
     256: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3), (64, 64, 4, 2)),
@@ -255,7 +255,7 @@ def list_decode_tiles(heads: Heads) -> Iterator[Tile]:
     """Yield tiles that are worth a try."""
     group = heads.num_heads // heads.num_kv_heads
     device = torch.device("cuda", 0)
-    own = fit_decode_tile(group, heads.head_size, 2, heads.has_one_field, device)
+    own = fit_decode_tile(group, heads.head_size, 2, heads.has_one_field, 2, device)
     for block_n, num_warps, num_stages in DECODE_SIZES:
         yield replace(own, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 

@@ -12,22 +12,25 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm._custom_ops.triton.device import is_hopper
+from vllm._custom_ops.triton.device import count_processors, is_hopper
 from vllm.utils.math import cdiv, next_power
 
-MAX_SPLITS = 64  # a power of two; a fold reads them one after the other
+MAX_SPLITS = 64
 
 FEW_GROUPS = 16
-"""Up to so many (row, KV head) a launch is a matter of latency: long tiles, one after the other."""
+"""Up to so many (row, KV head) a launch is a matter of latency: one program a processor."""
 
 LONG_SPLIT = 2048
 """Keys of one program where there are programs left to share them."""
 
+VALUE_PART = 64
+"""Elements of a head's values that one of several programs sums."""
+
 PREFIX_ALIGNMENT = 128
 """Tiles of keys of prompts are of this length, or a part of it."""
 
-_EVEN_PROGRAMS = 2  # a processor, which is what it holds of them at once
 _MOST_PROGRAMS = 4  # a processor, where rows are long
+_MOST_FOLDED = 16 * 16 * 576  # elements of even splits, all of which one program reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +40,16 @@ class Tile:
     Attributes:
         block_m: query heads (decode) or query tokens (prefill).
         block_n: keys of one tile.
+        per_processor: programs that a processor has at once.
+        value_parts: programs that share a head's values, each with all keys.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    per_processor: int = 2
+    value_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +81,40 @@ def fit_decode_tile(
     head_size: int,
     itemsize: int,
     has_one_field: bool,
+    num_groups: int,
     device: torch.device,
-    has_few_groups: bool = False,
 ) -> Tile:
-    """Return the tile of decode rows: `group` query heads share a KV head.
+    """Return the tile of decode rows: `group` query heads share a KV head, of `num_groups` in all.
 
-    Short tiles in many stages stream best. Few programs are done sooner with long tiles, of which
-    each has only one or two.
+    As measured on an H200. A stage less than `num_stages` is how many tiles are under way. Eight
+    warps on 64 keys are soonest done, as each thread has the fewest addresses to work out: best as
+    long as all groups have a program at once. Where they have not, many small programs hide each
+    other's beginnings; where such tiles would leave a processor one program, a few tens of groups
+    bear it and more do not. One row of latents is the exception: to fold its splits is most of the
+    work, which programs share that read the same keys and sum parts of the values.
     """
     row_bytes = sum(split_head(head_size)) * itemsize
     most_heads = 64 if row_bytes <= 256 else 32
     block_m = min(next_power(max(group, 16)), most_heads)
-    if row_bytes > 512 and not (has_one_field and itemsize == 2):
-        num_stages = 1 if row_bytes > 1280 else 3 if is_hopper(device) else 2
-        return Tile(block_m=block_m, block_n=16, num_warps=8, num_stages=num_stages)
-    if has_few_groups:
-        block_n, num_warps = (128, 4) if row_bytes <= 256 else (64, 8)
-        return Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=3)
-    # Two stages of the five are the block table's, whose units a load of rows waits for.
-    num_warps = 4 if itemsize == 2 and block_m * row_bytes <= 20480 else 8
-    block_n = 64 if row_bytes <= 128 else 32
-    return Tile(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=5)
+    if itemsize == 4:  # no tensor core computes in float32
+        block_n, num_stages = (32, 3) if row_bytes <= 512 else (16, 1 if row_bytes > 1280 else 2)
+        return Tile(block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages)
+    if row_bytes <= 256 and num_groups <= 2 * count_processors(device):
+        return Tile(block_m=block_m, block_n=64, num_warps=8, num_stages=3)
+    if row_bytes <= 256:
+        num_warps = 4 if block_m <= 32 else 8
+        return Tile(block_m=block_m, block_n=32, num_warps=num_warps, num_stages=3)
+    if row_bytes <= 512 and num_groups <= 64:
+        return Tile(block_m=block_m, block_n=64, num_warps=8, num_stages=3, per_processor=1)
+    if row_bytes <= 512:
+        return Tile(block_m=block_m, block_n=32, num_warps=4, num_stages=4)
+    if not has_one_field:
+        return Tile(block_m=block_m, block_n=16, num_warps=8, num_stages=2)
+    if num_groups == 1:
+        value_parts = cdiv(head_size, VALUE_PART)
+        return Tile(block_m=block_m, block_n=64, num_warps=4, num_stages=2, value_parts=value_parts)
+    num_warps = 4 if block_m == 16 else 8
+    return Tile(block_m=block_m, block_n=32, num_warps=num_warps, num_stages=3)
 
 
 @functools.cache
@@ -107,7 +127,7 @@ def fit_chunk_tile(head_size: int, itemsize: int) -> Tile:
         return Tile(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if row_bytes <= 512:
         return Tile(block_m=64, block_n=32, num_warps=8, num_stages=3)
-    return Tile(block_m=32, block_n=32, num_warps=8, num_stages=3)
+    return Tile(block_m=32, block_n=32, num_warps=8, num_stages=2)
 
 
 @functools.cache
@@ -135,18 +155,25 @@ def fit_prefill_tile(
     return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 
-def count_splits(num_groups: int, longest_view: int, block_n: int, num_processors: int) -> Splits:
+def count_splits(
+    num_groups: int, longest_view: int, tile: Tile, value_elements: int, num_processors: int
+) -> Splits:
     """Return how many programs share one row's keys.
 
     Args:
         num_groups: programs without splitting.
         longest_view: most keys that a row sees.
+        tile: what each of them works on.
+        value_elements: of a head, that each of them sums.
+        num_processors: of the device.
     """
-    most_tiles = cdiv(longest_view, block_n) + 1  # a window need not begin where a tile does
+    most_tiles = cdiv(longest_view, tile.block_n) + 1  # a window need not begin where a tile does
     limit = min(most_tiles, MAX_SPLITS)
     groups = max(num_groups, 1)
-    even = max(1, min(round(_EVEN_PROGRAMS * num_processors / groups), limit))
-    most = min(cdiv(_MOST_PROGRAMS * num_processors, groups), limit)
+    programs = num_processors * (1 if groups <= FEW_GROUPS else tile.per_processor)
+    folded = max(_MOST_FOLDED // (tile.block_m * value_elements), 1)
+    even = max(1, min(round(programs / groups), folded, limit))
+    most = min(_MOST_PROGRAMS * num_processors // groups, limit)
     if longest_view <= even * LONG_SPLIT:
         most = even
     return Splits(launched=max(most, even), even=even)

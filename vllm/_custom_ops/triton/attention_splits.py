@@ -9,55 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm._custom_ops.triton.attention_shape import MAX_SPLITS
-from vllm._custom_ops.triton.attention_tile import load_part, store_part
-
-_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+from vllm._custom_ops.triton.attention_pieces import NOTHING, append, scale_pieces, zero_pieces
 
 
 @triton.jit
-def fold_splits(
-    partial,
-    stats,
-    num_used,
-    split_stride,
-    is_head,
-    BLOCK_M: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    IS_ALONE: tl.constexpr,
-):
-    """Fold the splits of one program group in their order; (main, tail, total).
-
-    Their weights come first, from one round of loads; then none of the sums waits for another, and
-    where a program is alone on its processor, more of them are under way at once.
-    """
-    MOST: tl.constexpr = (16384 if IS_ALONE else 8192) // (BLOCK_M * MAIN)
-    UNROLL: tl.constexpr = min(8, max(MOST, 1))
-    main = tl.zeros((BLOCK_M, MAIN), tl.float32)
-    tail = tl.zeros((BLOCK_M, TAIL if TAIL else 1), tl.float32)
-    head = tl.arange(0, BLOCK_M)
-    every = tl.arange(0, _MAX_SPLITS)
-    rows = stats + (every[None, :] * split_stride + head[:, None]) * 2
-    is_given = is_head[:, None] & (every < num_used)[None, :]
-    tops = tl.load(rows, mask=is_given, other=float("-inf"))
-    biggest = tl.max(tops, 1)
-    biggest = tl.where(biggest == float("-inf"), 0.0, biggest)
-    shares = tl.load(rows + 1, mask=is_given, other=0.0)
-    total = tl.sum(shares * tl.exp2(tops - biggest[:, None]), 1)
-    for begin in range(0, num_used, UNROLL):
-        for i in tl.static_range(UNROLL):  # loads of several splits are under way at once
-            split = begin + i
-            is_in = is_head & (split < num_used)
-            place = split * split_stride + head
-            top = tl.load(stats + place * 2, mask=is_in, other=float("-inf"))
-            weight = tl.exp2(top - biggest)[:, None]
-            sums = partial + place * HEAD_SIZE
-            main += weight * load_part(sums, is_in, 0, MAIN, HEAD_SIZE)
-            if TAIL:
-                tail += weight * load_part(sums, is_in, MAIN, TAIL, HEAD_SIZE)
-    return main, tail, total
+def _cut(count, size):
+    """Return cdiv(count, size); a division of integers would take much longer."""
+    share = 1.0 / size.to(tl.float32)
+    whole = (count.to(tl.float32) * share).to(tl.int32)  # one too few at most, at a multiple
+    return whole + (whole * size < count).to(tl.int32)
 
 
 @triton.jit
@@ -66,29 +26,90 @@ def take_tiles(split, num_tiles, num_splits, even_splits, long_tiles):
 
     Only a row whose parts would else be long takes more than `even_splits`.
     """
-    even_tiles = tl.minimum(tl.cdiv(num_tiles, even_splits), long_tiles)
-    size = tl.maximum(tl.cdiv(num_tiles, num_splits), even_tiles)
+    even_tiles = tl.minimum(_cut(num_tiles, even_splits), long_tiles)
+    size = tl.maximum(_cut(num_tiles, num_splits), even_tiles)
     begin = split * size
-    return begin, tl.minimum(begin + size, num_tiles), tl.cdiv(num_tiles, size)
+    return begin, tl.minimum(begin + size, num_tiles), _cut(num_tiles, size)
 
 
 @triton.jit
-def store_split(
-    partial,
-    stats,
-    place,
-    main,
-    tail,
-    biggest,
-    total,
-    is_head,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-):
-    """Store the sums, the greatest logits and the sums of weights of one split."""
-    store_part(partial + place * HEAD_SIZE, main, is_head, 0, MAIN, HEAD_SIZE)
-    if TAIL:
-        store_part(partial + place * HEAD_SIZE, tail, is_head, MAIN, TAIL, HEAD_SIZE)
-    tl.store(stats + place * 2, biggest, mask=is_head)
-    tl.store(stats + place * 2 + 1, total, mask=is_head)
+def _places(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def load_sinks(places, is_seen):
+    """Load learned sinks as logits in units of log2, float32."""
+    sinks = tl.load(places, mask=is_seen, other=float("-inf"))
+    return sinks.to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def find_group(partial, tops, group, num_splits, BLOCK_M: tl.constexpr, SIZE: tl.constexpr):
+    """Return where the splits of a program group have their means and their tops.
+
+    Means stand as [group, split, pair, element]: a fold reads what lies together.
+    """
+    first = group.to(tl.int64) * num_splits * BLOCK_M
+    return partial + first * SIZE, tops + first
+
+
+@triton.jit
+def is_last_split(arrival, num_used):
+    """Return whether all other splits of a group have stored what they leave before this one."""
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    is_last = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_used - 1
+    tl.debug_barrier()
+    if is_last:
+        tl.store(arrival, 0)  # as the next launch expects it
+    return is_last
+
+
+@triton.jit
+def store_split(own, tops, split, sums, top, BLOCK_M: tl.constexpr, SIZE: tl.constexpr):
+    """Store the means of one split, SIZE elements of each pair, and logarithms of their weights."""
+    places = own + split * SIZE * BLOCK_M
+    for i in tl.static_range(len(sums)):
+        tl.store(places + _places(BLOCK_M, sums[i].shape[1]), sums[i])
+        places += sums[i].shape[1] * BLOCK_M
+    tl.store(tops + split * BLOCK_M + tl.arange(0, BLOCK_M), top)
+
+
+@triton.jit
+def fold_splits(own, tops, num_used, BLOCK_M: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """Add the splits of one program group in their order; (sums, total).
+
+    No thread needs what another has loaded, so that several splits are under way at once.
+    """
+    SIZE: tl.constexpr = MAIN + TAIL
+    UNROLL: tl.constexpr = min(8, max(16384 // (BLOCK_M * SIZE), 1))
+    sums = zero_pieces(BLOCK_M, MAIN, TAIL)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    biggest = tl.full((BLOCK_M,), NOTHING, tl.float32)
+    places = tops + tl.arange(0, BLOCK_M)
+    for begin in range(0, num_used, UNROLL):
+        loaded, grown = (), biggest
+        for i in tl.static_range(UNROLL):
+            top = tl.load(
+                places + (begin + i) * BLOCK_M, mask=begin + i < num_used, other=float("-inf")
+            )
+            loaded, grown = append(loaded, top), tl.maximum(grown, top)
+        factor = tl.exp2(biggest - grown)
+        sums, total, biggest = scale_pieces(sums, factor), total * factor, grown
+        for i in tl.static_range(UNROLL):
+            weight = tl.exp2(loaded[i] - grown)
+            total += weight
+            sums = _add_split(
+                sums, own + (begin + i) * SIZE * BLOCK_M, begin + i < num_used, weight, BLOCK_M
+            )
+    return sums, total
+
+
+@triton.jit
+def _add_split(sums, places, is_in, weight, BLOCK_M: tl.constexpr):
+    added = ()
+    for i in tl.static_range(len(sums)):
+        part = tl.load(places + _places(BLOCK_M, sums[i].shape[1]), mask=is_in, other=0.0)
+        places += sums[i].shape[1] * BLOCK_M
+        added = append(added, sums[i] + part * weight[:, None])
+    return added

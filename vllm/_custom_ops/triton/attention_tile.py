@@ -44,10 +44,9 @@ def count_tiles(first, last, sink_tokens, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def tile_positions(tile, num_sink_tiles, first_tile, BLOCK_N: tl.constexpr):
-    """Return the positions of the keys of the i-th tile visited, int32 [BLOCK_N]."""
-    index = tl.where(tile < num_sink_tiles, tile, tile - num_sink_tiles + first_tile)
-    return index * BLOCK_N + tl.arange(0, BLOCK_N)
+def tile_start(tile, num_sink_tiles, first_tile, BLOCK_N: tl.constexpr):
+    """Return the first key of the i-th tile visited."""
+    return tl.where(tile < num_sink_tiles, tile, tile - num_sink_tiles + first_tile) * BLOCK_N
 
 
 @triton.jit
@@ -151,21 +150,6 @@ def store_head(
     store_part(rows, main / divisor[:, None], is_row, 0, MAIN, HEAD_SIZE)
     if TAIL:
         store_part(rows, tail / divisor[:, None], is_row, MAIN, TAIL, HEAD_SIZE)
-
-
-@triton.jit
-def store_zeros(
-    rows,
-    is_row,
-    NUM_ROWS: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-):
-    """Store zeros to both parts of rows."""
-    store_part(rows, tl.zeros((NUM_ROWS, MAIN), tl.float32), is_row, 0, MAIN, HEAD_SIZE)
-    if TAIL:
-        store_part(rows, tl.zeros((NUM_ROWS, TAIL), tl.float32), is_row, MAIN, TAIL, HEAD_SIZE)
 
 
 @triton.jit
