@@ -7,9 +7,9 @@ Prints a table with the ratio to the peer and writes JSON.
     python benchmarks/engine/gpu_offline.py [SHAPE ...] --runs 3 --output-json FILE
 
 Weights are made as the peer makes its own (load_format dummy: every tensor uniform within 0.001,
-from one seed). The output matrix then equals the embedding, so that greedy decoding soon repeats a
-few tokens and a mixture meets few experts. With --spread-weights tokens differ as a trained model's
-do, and all experts are met: the peer has no figures for that.
+from one seed), with --spread-weights so that layers matter as in a trained model. What a mixture
+costs depends on how many of its experts the tokens of a batch meet: random prompts meet all, with
+--same-prompts the rows of a batch choose alike as soon as they decode.
 
 With --start-together all processes load at once, which saves time on the machine (but their times
 until the first answer mean nothing then); they still measure one after the other.
@@ -81,7 +81,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--works", help="instead of the plan's, as 512:256:1,512:256:8")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, help="instead of the default")
-    parser.add_argument("--spread-weights", action="store_true", help="so that tokens differ")
+    parser.add_argument("--spread-weights", action="store_true", help="see above")
+    parser.add_argument("--same-prompts", action="store_true", help="one prompt a batch, see above")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FIELD=WORD", help="other fields of the engine"
@@ -116,6 +117,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             max_num_batched_tokens=args.max_num_batched_tokens,
             seed=0,
             enforce_eager=args.enforce_eager,
+            enable_prefix_caching=not args.same_prompts,  # else no prompt but one were computed
             **dict(pair.split("=") for pair in args.set),
         )
         vocab = SHAPES[name]["vocab_size"]
@@ -124,8 +126,10 @@ def measure(name: str, args: argparse.Namespace) -> None:
         def run(num_in: int, num_out: int, batch: int) -> float:
             prompts = [
                 {"prompt_token_ids": [rng.randrange(10, vocab - 10) for _ in range(num_in)]}
-                for _ in range(batch)
+                for _ in range(1 if args.same_prompts else batch)
             ]
+            if args.same_prompts:
+                prompts *= batch
             params = SamplingParams(
                 temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False
             )
@@ -186,6 +190,7 @@ def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     if args.max_num_batched_tokens:
         command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     command += ["--spread-weights"] if args.spread_weights else []
+    command += ["--same-prompts"] if args.same_prompts else []
     command += ["--memory", *args.memory] if args.memory else []
     command += ["--set", *args.set] if args.set else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -26,8 +26,7 @@ class DummyConfig:
     Attributes:
         value_range: numbers are uniform within ± this.
         has_random_norms: norms are drawn like matrices, instead of doing nothing.
-        has_one_seed: every tensor begins with the same numbers. Then what tokens are routed to and
-            what follows them repeats itself soon; drawn by its name, each tensor differs.
+        has_one_seed: every tensor begins with the same numbers; else each is drawn by its name.
     """
 
     value_range: float = 1e-3
