@@ -23,7 +23,10 @@ _MAX_BLOCK_E = 1024
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["first_row", "table_stride"])
+@triton.jit(
+    do_not_specialize=["first_row", "table_stride"],
+    do_not_specialize_on_alignment=["block_offsets", "cu_query_lens", "seq_lens"],
+)
 def _join_kernel(
     joined_key,
     joined_value,
