@@ -107,17 +107,11 @@ def make_runner(
     layers: LayerSetup,
     config: EngineConfig,
     tp: TensorParallel,
-    platform: Platform,
     device: torch.device,
 ) -> GpuModelRunner:
     """Return a runner that is ready for steps, its graphs captured."""
     runner = GpuModelRunner(
         model, cache, layers.kernel_names, tp, limits=read_limits(config, layers), device=device
     )
-    if runner.num_graphs:
-        torch.cuda.empty_cache()
-        before = platform.get_memory(tp.rank).free_bytes
-        runner.capture()
-        graph_bytes = before - platform.get_memory(tp.rank).free_bytes
-        logger.info("%d CUDA graphs take %.2f GiB", runner.num_graphs, graph_bytes / GIB)
+    runner.capture()
     return runner

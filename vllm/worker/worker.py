@@ -141,7 +141,7 @@ class Worker:
             from vllm.worker import gpu_setup  # noqa: PLC0415  brings Triton along
 
             return gpu_setup.make_runner(
-                model, cache, self._layers, self._config, self._tp, self._platform, self._device
+                model, cache, self._layers, self._config, self._tp, self._device
             )
         scheduler = self._config.scheduler_config
         return ModelRunner(
