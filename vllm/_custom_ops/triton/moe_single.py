@@ -26,6 +26,9 @@ from vllm.utils.math import cdiv, next_power
 _TILE_ROWS = 16
 """Rows of a tile of which one is the pair's."""
 
+_LEAST_K = 16
+"""Less is no product for tensor cores."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
@@ -143,7 +146,8 @@ def multiply_single(
     num_experts, expert_rows, k = product.weight.shape
     n, num_pairs, num_chosen = product.num_outputs, ids_TK.numel(), ids_TK.shape[1]
     block_n = strip.block_n // 2 if product.is_gated else strip.block_n
-    block_k = min(strip.block_k * 2 // x.element_size(), max(16, next_power(k)))
+    wanted_k = strip.block_k * 2 // x.element_size()
+    block_k = max(_LEAST_K, min(wanted_k, next_power(k)))
     out = x.new_empty(num_pairs, n)
     is_overlapped = overlaps(x.device)
     _single_kernel[(num_pairs, cdiv(n, block_n))](
