@@ -82,11 +82,19 @@ def multiply(n: int, k: int, *, activation: str = "") -> None:
                 linear.skinny_linear(out, x, weight, None)
 
 
-def mix(experts: int, chosen: int, hidden: int, inner: int, *, num_tokens: int) -> None:
+def mix(
+    experts: int,
+    chosen: int,
+    hidden: int,
+    inner: int,
+    *,
+    num_tokens: int,
+    dtype: torch.dtype = BF16,
+) -> None:
     """A mixture of experts; few experts stand in for all of them."""
-    x = torch.zeros(num_tokens, hidden, dtype=BF16)
-    first = torch.zeros(experts, 2 * inner, hidden, dtype=BF16)
-    second = torch.zeros(experts, hidden, inner, dtype=BF16)
+    x = torch.zeros(num_tokens, hidden, dtype=dtype)
+    first = torch.zeros(experts, 2 * inner, hidden, dtype=dtype)
+    second = torch.zeros(experts, hidden, inner, dtype=dtype)
     weights = torch.zeros(num_tokens, chosen)
     ids = torch.zeros(num_tokens, chosen, dtype=torch.int32)
     moe.fused_experts(torch.zeros_like(x), x, first, second, weights, ids, inner, "silu")
@@ -125,6 +133,8 @@ CASES: dict[str, Callable[[], None]] = {
     "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=8),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),
     "mixture, prompts": partial(mix, 8, 6, 2048, 1408, num_tokens=512),
+    "mixture, a token in float32": partial(mix, 8, 2, 28, 20, num_tokens=1, dtype=torch.float32),
+    "mixture, few tokens in float32": partial(mix, 8, 2, 28, 20, num_tokens=8, dtype=torch.float32),
     "rows of a step": prepare_rows,
 }
 
