@@ -199,14 +199,20 @@ def write_shape(name: str, directory: Path) -> Path:
 
 
 def write_tokenizer(name: str, directory: Path) -> None:
-    """Write a tokenizer of one word an id into a shape's directory, for servers."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Write a tokenizer into a shape's directory, for servers: each of its tokens is a byte.
 
-    words = {f"w{i}": i for i in range(SHAPES[name]["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    Byte-level pairs without a merge, since families insist on classes of their own that are made of
+    such pairs.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert len(letters) <= SHAPES[name]["vocab_size"]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
 
 
