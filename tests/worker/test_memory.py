@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from vllm.attention.backends.long_prompts import MAX_JOINED_BYTES
 from vllm.cache_spec import CacheField, Full, LayerCacheSpec
 from vllm.core.capacity import make_layout, make_uniform_groups
 from vllm.errors import ConfigError, OutOfMemoryError
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import parse_cpus
 from vllm.types import DType
+from vllm.worker.gpu_memory import count_joined_bytes
 from vllm.worker.memory import (
     GIB,
     choose_cpu_cache_bytes,
@@ -125,3 +127,11 @@ def test_the_cpu_platform_describes_this_machine() -> None:
     assert platform.get_device_capability() is None
     with pytest.raises(ConfigError, match="'tpu'"):
         get_platform("tpu")
+
+
+def test_what_a_prompt_that_goes_on_copies_is_counted() -> None:
+    k, v = (CacheField(name=name, shape=(4, 256), dtype=DType.BFLOAT16) for name in "kv")
+    spec = LayerCacheSpec(layer=0, fields=(k, v), lifetime=Full())
+    assert count_joined_bytes([spec], 32768) == 32768 * 2 * 4 * 256 * 2
+    assert count_joined_bytes([spec], 1 << 20) == MAX_JOINED_BYTES
+    assert count_joined_bytes([], 32768) == 0

@@ -211,7 +211,11 @@ class GpuInputBatch(InputBatch):
         """Build any step; decode rows come first."""
         mixed = MixedRows.collect(plan_rows, rows, sampled, self._token_ids)
         self._send_changes()
-        has_logprobs = any(row.state.params.num_prompt_logprobs is not None for row in rows)
+        has_logprobs = any(
+            row.state.params.num_prompt_logprobs is not None
+            and planned.num_computed_tokens + 1 < row.num_prompt_tokens
+            for planned, row in zip(plan_rows, rows, strict=True)
+        )
         self.prompt_size = None
         if not has_logprobs:  # padded steps give the hidden states of sampled tokens alone
             self.prompt_size = find_prompt_size(

@@ -1,8 +1,8 @@
 """How much memory a model's largest step takes on a GPU, found by running it.
 
 Called by the worker between loading and the layout of the cache. Runs a prefill of the token
-budget, the logits and the draw of all rows, and captures the largest decode graph, all on a cache
-of two superblocks that is freed again.
+budget, the logits and the draw of all rows, and captures the largest graphs, all on a cache of two
+superblocks that is freed again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.long_prompts import MAX_JOINED_BYTES
 from vllm.batch import ForwardBatch
 from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
@@ -40,7 +41,7 @@ class MemoryProfile:
     Attributes:
         weight_bytes: held by tensors before the largest step.
         step_bytes: that the largest step takes on top.
-        graph_bytes: that the decode graphs will take.
+        graph_bytes: that the graphs will take.
         foreign_bytes: of other processes and of libraries, outside torch's allocator.
     """
 
@@ -88,6 +89,7 @@ def measure_memory(
     with explain_out_of_memory(limits, device):
         _run_largest_step(model, runner, cache.geometries, limits, device)
         step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
+        step_bytes += count_joined_bytes(specs, limits.max_model_len)
         torch.cuda.empty_cache()
         graph_bytes = _measure_graphs(runner, limits)
     del runner, cache
@@ -118,6 +120,15 @@ def explain_out_of_memory(limits: RunnerLimits, device: torch.device) -> Iterato
             f"does not fit on {device} beside {weight_bytes / GIB:.2f} GiB of weights ({error}); "
             "lower --max-num-batched-tokens or --max-num-seqs, or free memory on the card"
         ) from error
+
+
+def count_joined_bytes(specs: Sequence[LayerCacheSpec], max_model_len: int) -> int:
+    """Return what one layer lays behind each other for a prompt that goes on.
+
+    The step that is measured has new prompts only. See `attention/backends/long_prompts.py`.
+    """
+    token_bytes = max((spec.token_bytes for spec in specs), default=0)
+    return min(token_bytes * max_model_len, MAX_JOINED_BYTES)
 
 
 def lay_out_least(groups: Sequence[KVCacheGroup]) -> CacheLayout:
@@ -180,7 +191,7 @@ def _make_prefill(
 
 
 def _measure_graphs(runner: GpuModelRunner, limits: RunnerLimits) -> int:
-    """Capture the largest decode graph, see what it holds, and let it go with the runner."""
+    """Capture the largest graph of each kind, see what they hold; they go with the runner."""
     if not limits.has_graphs:
         return 0
     before = torch.cuda.memory_reserved()

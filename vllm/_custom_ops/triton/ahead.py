@@ -1,6 +1,6 @@
 """Kernels noted before they are launched for the first time, so that all are compiled at once.
 
-Called by `worker/gpu_setup.py`, which runs the kinds of steps that a server will see while their
+Called by `worker/gpu_kernels.py`, which runs the kinds of steps that a server will see while their
 launches are only noted here; what was noted and is not yet in Triton's cache on disk is compiled
 side by side (`compiler.py`). Compiled one after the other, as they are first launched, the kernels
 of a model take half a minute, and one that is first needed in the middle of serving stops every

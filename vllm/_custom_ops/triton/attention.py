@@ -84,7 +84,7 @@ def attend(
 
     Args:
         args: the op's arguments.
-        num_decode_rows: leading rows with one new token, or none where rows are padding.
+        num_decode_rows: leading rows with one new token; of padded steps, room for them.
         max_query_len: no row has more new tokens.
         max_seq_len: no row is longer.
         are_decodes_cached: the new rows of K and V of the leading rows are in the cache too; read

@@ -131,6 +131,8 @@ def can_attend(args: AttentionArgs) -> bool:
         and has_warp_group_products(args.query.device)
         and knows_triton()
         and args.query.dtype in _DTYPES
+        and key.dtype == value.dtype == args.query.dtype
+        and key.shape == value.shape
         and head_size in _HEAD_SIZES
         and args.out.shape[2] == head_size
         and not (args.soft_cap or args.sink_tokens or args.chunk_tokens)

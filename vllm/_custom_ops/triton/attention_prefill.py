@@ -281,6 +281,7 @@ def prefill_attention(
     if tile is None and args.key_cache is None and max_query_len >= MIN_TOKENS and can_attend(args):
         hopper_attention(args, first_row, num_rows, max_query_len, min_query_len)
         return
+    assert args.prefix is None, "only Hopper's kernel reads cached rows apart from new ones"
     num_heads, head_size = args.query.shape[1:]
     main, tail = split_head(head_size)
     tile = tile or fit_prefill_tile(

@@ -1,6 +1,6 @@
 """What lets Triton kernels be compiled side by side, by a process that never sees the GPU.
 
-Made by `worker/gpu_setup.py` for the time of a start. Whatever goes wrong here costs time only: a
+Made by `worker/worker.py` for the time of a start. Whatever goes wrong here costs time only: a
 kernel that was not compiled is compiled when it is first launched, and a line of the log says so.
 """
 
@@ -85,7 +85,8 @@ class KernelCompiler:
         started_s = time.perf_counter()
         num_processes = min(self._num_processors, _MAX_PROCESSES, len(notes))
         ended: dict[int, str] = {}
-        with contextlib.suppress(OSError):  # it has died: told below
+        # It has died, or something else wrote into its answers: told below.
+        with contextlib.suppress(OSError, ValueError, TypeError):
             ended |= self._ask(self._process, notes, num_processes)
         failures: dict[str, set[str]] = {}
         for place, text in ended.items():

@@ -59,7 +59,7 @@ def choose_tile(x: Tensor, rows_per_expert: float) -> Tile:
     How many rows an expert really has is known on the device alone: decode steps of trained models
     and of made-up weights spread them unlike each other. So that no weight is read twice where 64
     tokens choose alike, and little is computed for nothing where each expert has six of them,
-    blocks of few pairs take a small tile. Microseconds on an H200, DeepSeek-V2-Lite (with its
+    experts of few pairs take a small tile. Microseconds on an H200, DeepSeek-V2-Lite (with its
     shared experts but for 8,192 tokens), tokens spread evenly and alike:
 
         tokens            8           64           256          8,192
@@ -174,7 +174,9 @@ def _grouped_kernel(
     if expert >= 0:
         start = tl.load(block_starts + block)
         end = tl.load(ends + expert)
-        if SMALL_M > 0 and end - start <= SMALL_M:
+        # By the expert's count, not the block's: which pairs its last block has is left to chance.
+        first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        if SMALL_M > 0 and end - first <= SMALL_M:
             _run_block(
                 out, x, weight, bias, order, expert, start, end, N, K, x_stride, expert_rows,
                 row_step, up_offset, num_chosen, alpha, limit, IS_FIRST, ACTIVATION, IS_GATED,

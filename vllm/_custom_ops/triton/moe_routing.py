@@ -4,7 +4,7 @@ Called by `moe.py`. Nothing is read back by the host: tables are as long as the 
 Each group of pairs is counted by a program of its own, the last of them to arrive adds the counts
 up, and where the pairs of each group and expert begin follows from the sums. From there an atomic
 counter places them: their order within a group may differ from run to run, which changes no result,
-since a row's product does not depend on the rows beside it.
+since a row's product depends on how many rows its expert has and not on which lie beside it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rows of few (token, expert) pairs by their experts' matrices, one by one. Triton.
 
-Called by `moe.py` for decode steps. Programs stream the rows of a pair's expert; the last pair of
+Called by `moe.py` for one token. Programs stream the rows of a pair's expert; the last pair of
 a token to arrive adds up the token's results.
 """
 
