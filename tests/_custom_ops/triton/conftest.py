@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -56,8 +58,26 @@ def mend_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = widen_and_create_dot
 
 
+def keep_language() -> dict[types.ModuleType, dict[str, Any]]:
+    """Return what Triton's language consists of."""
+    importlib.import_module("triton.language.extra.libdevice")
+    named = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
+    return {module: dict(vars(module)) for module in named}
+
+
+def restore_language() -> None:
+    """Put back what the interpreter leaves in Triton's language, so that kernels compile again."""
+    for module, names in LANGUAGE.items():
+        for name in vars(module).keys() - names.keys():
+            delattr(module, name)
+        for name, value in names.items():
+            setattr(module, name, value)
+
+
+LANGUAGE: dict[types.ModuleType, dict[str, Any]] = {}
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     mend_interpreter()
+    LANGUAGE |= keep_language()
 
 
 @pytest.fixture

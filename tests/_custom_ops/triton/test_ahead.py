@@ -22,6 +22,7 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.runtime.driver import driver  # noqa: E402
 
 from tests._custom_ops.triton import kernel_to_compile  # noqa: E402
+from tests._custom_ops.triton.conftest import restore_language  # noqa: E402
 from tests._custom_ops.triton.stand_in import Driver, Launcher  # noqa: E402
 from vllm._custom_ops.triton import cache_folder, compiler  # noqa: E402
 from vllm._custom_ops.triton.ahead import KernelNote, note_kernels  # noqa: E402
@@ -34,6 +35,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    restore_language()
     Launcher.launches.clear()
     yield
 
