@@ -196,5 +196,5 @@ def mamba2_step(
             out_THP, xbc_TC, conv_state, rows, norm, epsilon, group_size=size, gate_first=True
         )
     elif norm is not None:
-        out_TC, gate_TC = out_THP[:num_rows].view(num_rows, -1), norm[0][:num_rows]
+        out_TC, gate_TC = out_THP[:num_rows].view(-1, num_heads * head_size), norm[0][:num_rows]
         gated_rms_norm(out_TC, out_TC, gate_TC, norm[1], epsilon, size, True)
