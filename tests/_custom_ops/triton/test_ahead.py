@@ -210,11 +210,15 @@ def test_a_cache_that_cannot_be_written_is_read(
     def refuse(dir: Path) -> None:
         raise PermissionError(13, "Permission denied", str(dir))
 
+    (tmp_path / "half a kernel").mkdir()
+    (tmp_path / "no folder").touch()
     monkeypatch.setattr(cache_folder.tempfile, "TemporaryFile", refuse)
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.cache, "dir", str(tmp_path))
         cache_folder.provide_cache_folder()
         assert triton.knobs.cache.dir != str(tmp_path)
+        entries = list(Path(triton.knobs.cache.dir).iterdir())
+        assert entries and not any(entry.is_symlink() for entry in entries), "files can be added"
         assert "Permission denied" in log.text
         assert not note(kernel_to_compile.make()), "all is found"
         with note_kernels() as others:

@@ -38,5 +38,13 @@ def provide_cache_folder() -> None:
         )
     with contextlib.suppress(OSError):  # it need not be there, or be readable
         for entry in folder.iterdir():
-            (own / entry.name).symlink_to(entry)
+            _link_files(entry, own / entry.name)
     knobs.cache.dir = str(own)
+
+
+def _link_files(entry: Path, own: Path) -> None:
+    """Link the files of one kernel, in a folder that takes those that are missing there."""
+    own.mkdir()
+    with contextlib.suppress(OSError):  # it may be no folder, or not be ours to read
+        for file in entry.iterdir():
+            (own / file.name).symlink_to(file)
