@@ -1,7 +1,7 @@
-"""The arguments of an attention launch, checked once, and what both kernels derive from them.
+"""The arguments of an attention launch, checked once, and what the kernels derive from them.
 
-Built by `attention.py`, read by `attention_decode.py` and `attention_prefill.py`. Nothing here
-looks at the contents of a device tensor.
+Built by `attention.py` and by the attention backend that asks which kernel serves; read by the
+kernels beside it. Nothing here looks at the contents of a device tensor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What lets Triton kernels be compiled side by side, by a process that never sees the GPU.
 
-Made by `worker/worker.py` for the time of a start. Whatever goes wrong here costs time only: a
+Made by `worker/gpu_kernels.py` for the time of a start. Whatever goes wrong here costs time only: a
 kernel that was not compiled is compiled when it is first launched, and a line of the log says so.
 """
 

@@ -13,7 +13,7 @@ MAX_ROWS = 64
 """More rows are torch's."""
 
 MAX_WEIGHT_ELEMENTS = 1 << 30
-"""Larger weights are torch's: offsets into a weight are 32-bit numbers."""
+"""Larger weights are torch's: none was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ _TABLE = (
 
 Microseconds on an H200 in bfloat16, cold weights, one product alone in a graph; ours and torch's,
 which has no activation in it (another 2 us), at 1, 16 and 64 rows. In a step torch's take a little
-longer: they begin only when their inputs are there, ours before that (`overlap.py`):
+longer: they are launched only when their inputs are there, ours before that (`overlap.py`):
 
     outputs x k                     ours                 torch
     qkv         4608 x 3584       11.5  12.1  16.4     11.4  11.3  11.5
