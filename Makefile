@@ -90,6 +90,7 @@ lint: $(VENV)/.built
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 	$(VENV)/bin/lint-imports --no-cache
+	$(PY) -m tools.pq verify
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .
