@@ -81,7 +81,28 @@ _IGNORED: tuple[_Rule, ...] = (
         lambda a: a.num_scheduler_steps > 1,
         "every step is scheduled; the scheduler is fast enough",
     ),
+    (
+        "multi_step_stream_outputs",
+        lambda a: not a.multi_step_stream_outputs,
+        "every step is streamed",
+    ),
+    ("use_v2_block_manager", lambda a: not a.use_v2_block_manager, "there is one block manager"),
     ("num_lookahead_slots", lambda a: a.num_lookahead_slots != 0, "nothing looks ahead"),
+    (
+        "max_seq_len_to_capture",
+        lambda a: a.max_seq_len_to_capture != 8192,
+        "CUDA graphs take sequences of every length",
+    ),
+    (
+        "guided_decoding_backend",
+        lambda a: a.guided_decoding_backend not in ("auto", "llguidance"),
+        "llguidance serves every form of structured output",
+    ),
+    (
+        "code_revision",
+        lambda a: a.code_revision is not None,
+        "code of a checkpoint is taken at the revision of its other files",
+    ),
     ("tokenizer_pool_size", lambda a: a.tokenizer_pool_size != 0, "tokenising needs no pool"),
     (
         "max_parallel_loading_workers",

@@ -73,7 +73,7 @@ _MODEL = (
     _switch("skip_tokenizer_init", "no tokenizer: prompts are token ids, answers have no text"),
     Flag(field="served_model_name", nargs="+", help="names accepted in requests (the model's)"),
     Flag(field="revision", help="branch, tag or commit of the model"),
-    Flag(field="code_revision", help="same, for code in the checkpoint"),
+    Flag(field="code_revision", help="accepted; the model's revision holds"),
     Flag(field="tokenizer_revision", help="same, for the tokenizer (the model's)"),
     Flag(
         field="tokenizer_mode",
@@ -133,7 +133,7 @@ _PARALLEL = (
     _switch("worker_use_ray", "old name of --distributed-executor-backend ray"),
     Flag(field="max_parallel_loading_workers", read=int, help="accepted; ranks load together"),
     _switch("ray_workers_use_nsight", "not served"),
-    _switch("disable_custom_all_reduce", "use the library's all-reduce only"),
+    _switch("disable_custom_all_reduce", "accepted; there is only the library's all-reduce"),
     Flag(field="override_neuron_config", read=parse_json_object, help="not served"),
 )
 
@@ -190,7 +190,7 @@ _SCHEDULING = (
 
 _EXECUTION = (
     _switch("enforce_eager", "no CUDA graphs"),
-    Flag(field="max_seq_len_to_capture", read=int, help="longest sequence of a CUDA graph"),
+    Flag(field="max_seq_len_to_capture", read=int, help="accepted; graphs take every length"),
     Flag(field="max_context_len_to_capture", read=int, help="removed in favour of the above"),
 )
 
