@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from vllm.attention.backends.long_prompts import MAX_JOINED_BYTES
+from vllm.attention.layer import Attention
 from vllm.cache_spec import CacheField, Full, LayerCacheSpec
 from vllm.core.capacity import make_layout, make_uniform_groups
 from vllm.errors import ConfigError, OutOfMemoryError
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import parse_cpus
 from vllm.types import DType
-from vllm.worker.gpu_memory import count_joined_bytes
+from vllm.worker.gpu_memory import count_scratch_bytes
+from vllm.worker.gpu_model_runner import RunnerLimits
 from vllm.worker.memory import (
     GIB,
     choose_cpu_cache_bytes,
@@ -129,9 +131,22 @@ def test_the_cpu_platform_describes_this_machine() -> None:
         get_platform("tpu")
 
 
-def test_what_a_prompt_that_goes_on_copies_is_counted() -> None:
-    k, v = (CacheField(name=name, shape=(4, 256), dtype=DType.BFLOAT16) for name in "kv")
-    spec = LayerCacheSpec(layer=0, fields=(k, v), lifetime=Full())
-    assert count_joined_bytes([spec], 32768) == 32768 * 2 * 4 * 256 * 2
-    assert count_joined_bytes([spec], 1 << 20) == MAX_JOINED_BYTES
-    assert count_joined_bytes([], 32768) == 0
+def test_what_prompts_that_go_on_copy_is_counted() -> None:
+    layer = Attention(0, 8, 4, 256, 1.0, Full(), dtype=DType.BFLOAT16)
+    token_bytes = 2 * 4 * 256 * 2
+
+    def count(num_seqs: int, model_len: int, num_tokens: int, num_layers: int = 1) -> int:
+        limits = RunnerLimits(
+            max_num_seqs=num_seqs,
+            max_model_len=model_len,
+            max_num_batched_tokens=num_tokens,
+            has_graphs=True,
+        )
+        return count_scratch_bytes([layer] * num_layers, limits)
+
+    assert count(1, 32768, 8192) == 32768 * token_bytes
+    assert count(4, 32768, 8192) == 4 * 32768 * token_bytes, "all of them may go on"
+    assert count(4, 32768, 4) == 2 * 32768 * token_bytes, "with two new tokens each"
+    assert count(1, 1 << 20, 8192) == MAX_JOINED_BYTES
+    assert count(1, 32768, 8192, num_layers=3) == 32768 * token_bytes, "one layer after the other"
+    assert count(1, 32768, 8192, num_layers=0) == 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from vllm.attention.backends.abstract import AttentionParams, KernelQuery
+from vllm.attention.backends.long_prompts import MAX_JOINED_BYTES
 from vllm.attention.backends.paged_attn import PagedAttention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import CacheField, Chunk, LayerCacheSpec, Lifetime, Window
@@ -117,6 +118,17 @@ class Attention(nn.Module):
     def bind(self, kernel: str) -> None:
         """Fix the kernel that serves this layer (the worker's job, once, after loading)."""
         self.kernel = kernel
+
+    def count_scratch_bytes(self, max_keys: int, max_new_tokens: int) -> int:
+        """Return what lies beside the cache while prompts attend to what is cached of them.
+
+        See `attention/backends/long_prompts.py`.
+
+        Args:
+            max_keys: most tokens that the prompts of a step have together, cached ones counted.
+            max_new_tokens: most new tokens of a step.
+        """
+        return min(self.spec.token_bytes * max_keys, MAX_JOINED_BYTES)
 
     def forward(
         self,

@@ -8,14 +8,14 @@ superblocks that is freed again.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.long_prompts import MAX_JOINED_BYTES
+from vllm.attention.layer import Attention
 from vllm.batch import ForwardBatch
 from vllm.cache_spec import CacheLayout, GroupLayout, KVCacheGroup, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
@@ -24,6 +24,7 @@ from vllm.model_executor.layers.sampler import Sampler, SampleRequest
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import NewRow, RowSampling
+from vllm.utils.math import cdiv
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
@@ -89,7 +90,7 @@ def measure_memory(
     with explain_out_of_memory(limits, device):
         _run_largest_step(model, runner, cache.geometries, limits, device)
         step_bytes = torch.cuda.max_memory_allocated() - weight_bytes
-        step_bytes += count_joined_bytes(specs, limits.max_model_len)
+        step_bytes += count_scratch_bytes(model.attention_layers().values(), limits)
         torch.cuda.empty_cache()
         graph_bytes = _measure_graphs(runner, limits)
     del runner, cache
@@ -122,13 +123,15 @@ def explain_out_of_memory(limits: RunnerLimits, device: torch.device) -> Iterato
         ) from error
 
 
-def count_joined_bytes(specs: Sequence[LayerCacheSpec], max_model_len: int) -> int:
-    """Return what one layer lays behind each other for a prompt that goes on.
+def count_scratch_bytes(layers: Iterable[Attention], limits: RunnerLimits) -> int:
+    """Return what one layer lays beside the cache for prompts that go on.
 
-    The step that is measured has new prompts only. See `attention/backends/long_prompts.py`.
+    The step that is measured has new prompts only. All prompts of a step may go on, each with two
+    new tokens and as long as may be.
     """
-    token_bytes = max((spec.token_bytes for spec in specs), default=0)
-    return min(token_bytes * max_model_len, MAX_JOINED_BYTES)
+    max_new_tokens = limits.max_num_batched_tokens
+    max_keys = min(limits.max_num_seqs, cdiv(max_new_tokens, 2)) * limits.max_model_len
+    return max((layer.count_scratch_bytes(max_keys, max_new_tokens) for layer in layers), default=0)
 
 
 def lay_out_least(groups: Sequence[KVCacheGroup]) -> CacheLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from tests.utils.paged import cumulative
 from tests.utils.paged_driver import PagedDriver
 from vllm._custom_ops.naive.attention import prompt_attention
 from vllm._custom_ops.naive.latent import join_latents
+from vllm.attention.backends.long_prompts import MAX_JOINED_BYTES
 from vllm.batch import AttentionState, ForwardBatch, GroupBatch
 from vllm.cache_spec import Window
 from vllm.distributed.parallel_state import TensorParallel
@@ -24,6 +26,7 @@ from vllm.model_executor.layers import latent_rows, mla
 from vllm.model_executor.layers.latent_expansion import LatentExpansion, LatentSizes
 from vllm.model_executor.layers.latent_rows import LatentRows
 from vllm.model_executor.models import ModelRegistry
+from vllm.types import DType
 
 HEADS = 3
 SIZES = LatentSizes(
@@ -124,6 +127,36 @@ def test_rows_with_many_new_tokens_are_expanded() -> None:
     much = replace(long, computed_lens_cpu=(0, 0, latent_rows.MAX_EXPANDED_KEYS))
     assert latent_rows.count_absorbed_rows(much, SIZES) == count
     assert latent_rows.count_absorbed_rows(replace(long, computed_lens_cpu=()), SIZES) == count
+
+
+def test_expanded_rows_are_counted_before_the_cache_is_laid_out(expansion: LatentExpansion) -> None:
+    """As many as a step may expand, and what lies beside the cache for one layer."""
+    rng = random.Random(0)
+    most, num_tokens = 0, 8192
+    batch = make_batch(torch.zeros(0, 2).int())
+    for _ in range(2000):
+        new, computed = [], []
+        while sum(new) < num_tokens - 1:
+            new.append(min(rng.choice((100, 200, 2000)), num_tokens - sum(new)))
+            computed.append(rng.choice((0, 0, 900, 9000)))
+        step = replace(
+            batch,
+            new_lens_cpu=tuple(new),
+            computed_lens_cpu=tuple(computed),
+            seq_lens=torch.zeros(len(new)),
+        )
+        first = latent_rows.count_absorbed_rows(step, SIZES)
+        if any(computed[first:]):
+            most = max(most, sum(new[first:]) + sum(computed[first:]))
+    num_keys = latent_rows.count_expanded_keys(num_tokens)
+    assert latent_rows.MAX_EXPANDED_KEYS < most <= num_keys
+    row = torch.zeros(9, SIZES.row)
+    held_bytes = row.nbytes + sum(x.untyped_storage().nbytes() for x in expansion.expand_rows(row))
+    layer = mla.LatentAttention(0, HEADS, SIZES, dtype=DType.FLOAT32, cache_dtype=None)
+    assert layer.count_scratch_bytes(9, num_tokens) == held_bytes
+    assert layer.count_scratch_bytes(num_keys, num_tokens) == held_bytes // 9 * num_keys
+    assert layer.count_scratch_bytes(num_keys + 1, num_tokens) == held_bytes // 9 * num_keys
+    assert layer.count_scratch_bytes(1 << 30, num_tokens) == MAX_JOINED_BYTES, "or as latents"
 
 
 @pytest.mark.parametrize("max_chunk", [4, 64])

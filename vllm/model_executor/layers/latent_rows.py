@@ -90,6 +90,14 @@ def count_absorbed_rows(batch: ForwardBatch, sizes: LatentSizes) -> int:
     return first if goes_on or longest >= MIN_EXPANDED_TOKENS else num_rows
 
 
+def count_expanded_keys(max_new_tokens: int) -> int:
+    """Return the most keys that a step of so many new tokens expands where prompts go on.
+
+    Prompts that do not go on may stand on both sides of those that do.
+    """
+    return MAX_EXPANDED_KEYS + max_new_tokens
+
+
 def _join(batch: ForwardBatch) -> JoinedRows | None:
     if not any(batch.computed_lens_cpu):
         return None

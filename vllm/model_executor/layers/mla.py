@@ -28,7 +28,7 @@ from vllm.batch import AttentionState, ForwardBatch, LayerCache
 from vllm.cache_spec import CacheField, Full, LayerCacheSpec
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.latent_expansion import LatentExpansion, LatentSizes
-from vllm.model_executor.layers.latent_rows import LatentRows, cut_rows
+from vllm.model_executor.layers.latent_rows import LatentRows, count_expanded_keys, cut_rows
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -57,16 +57,23 @@ class LatentAttention(Attention):
         self,
         layer: int,
         num_heads: int,
-        row_size: int,
-        scale: float,
+        sizes: LatentSizes,
         *,
         dtype: DType,
         cache_dtype: DType | None,
     ) -> None:
         super().__init__(
-            layer, num_heads, 1, row_size, scale, Full(), dtype=dtype, cache_dtype=cache_dtype
+            layer,
+            num_heads,
+            1,
+            sizes.row,
+            sizes.scale,
+            Full(),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
         )
-        field = CacheField(name="latent", shape=(1, row_size), dtype=cache_dtype or dtype)
+        self._sizes = sizes
+        field = CacheField(name="latent", shape=(1, sizes.row), dtype=cache_dtype or dtype)
         self.spec = replace(self.spec, fields=(field,))
         self.query = replace(self.query, has_one_field=True)
 
@@ -74,6 +81,15 @@ class LatentAttention(Attention):
     def sees_all(self) -> bool:
         """Whether a token sees all before it; the expanded form knows no other masks."""
         return not (self.params.window or self.params.chunk_tokens)
+
+    def count_scratch_bytes(self, max_keys: int, max_new_tokens: int) -> int:
+        """See Attention; rows are either joined as latents or expanded, not both at once."""
+        joined_bytes = super().count_scratch_bytes(max_keys, max_new_tokens)
+        num_keys = min(max_keys, count_expanded_keys(max_new_tokens))
+        sizes = self._sizes
+        made, key = sizes.nope + sizes.value, sizes.nope + sizes.rope
+        key_bytes = (sizes.row + self.num_heads * (made + key)) * self.query.dtype.itemsize
+        return max(joined_bytes, num_keys * key_bytes)
 
 
 class LatentAttentionBlock(nn.Module):
@@ -117,8 +133,7 @@ class LatentAttentionBlock(nn.Module):
         self.attention = LatentAttention(
             layer,
             num_heads,
-            sizes.row,
-            sizes.scale,
+            sizes,
             dtype=from_torch_dtype(dtype),
             cache_dtype=cache_dtype,
         )
