@@ -1,4 +1,4 @@
-"""Environment variables: the only file that reads them, but for csrc/core/cuda_launch.h.
+"""Environment variables: the only file that reads them, but for Triton's own.
 
 Each is read at the moment of access, so that tests and launchers may set it late. Install paths,
 debugging and deployment only; everything else is a flag.
@@ -24,20 +24,17 @@ def _number(name: str, default: float) -> Callable[[], float]:
     return lambda: float(os.environ.get(name, default))
 
 
-def _root(xdg: str, fallback: str) -> Callable[[], str]:
-    return lambda: os.path.join(
-        os.environ.get(xdg) or os.path.join(os.path.expanduser("~"), fallback), "vllm"
-    )
+def _find_cache_root() -> str:
+    own = os.environ.get("VLLM_CACHE_ROOT")
+    if own:
+        return own
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(caches, "vllm")
 
 
 _VARIABLES: dict[str, Callable[[], Any]] = {
     # where things are kept
-    "VLLM_CONFIG_ROOT": lambda: (
-        os.environ.get("VLLM_CONFIG_ROOT") or _root("XDG_CONFIG_HOME", ".config")()
-    ),
-    "VLLM_CACHE_ROOT": lambda: (
-        os.environ.get("VLLM_CACHE_ROOT") or _root("XDG_CACHE_HOME", ".cache")()
-    ),
+    "VLLM_CACHE_ROOT": _find_cache_root,
     "VLLM_RPC_BASE_PATH": lambda: os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir(),
     # server
     "VLLM_API_KEY": _text("VLLM_API_KEY"),
@@ -49,7 +46,7 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     ),
     # engine
     "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0),  # GiB; 0 = chosen
-    "VLLM_CPU_OMP_THREADS_BIND": lambda: os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "all"),
+    "VLLM_CPU_OMP_THREADS_BIND": _text("VLLM_CPU_OMP_THREADS_BIND", "all"),
     "VLLM_ATTENTION_BACKEND": _text("VLLM_ATTENTION_BACKEND"),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _flag("VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
     "VLLM_PLUGINS": _text("VLLM_PLUGINS"),

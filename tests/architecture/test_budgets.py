@@ -55,3 +55,13 @@ def test_only_envs_reads_the_environment() -> None:
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 assert not {alias.name for alias in node.names} & {"environ", "getenv", "putenv"}
     assert readers == ENVIRONMENT_READERS.keys()
+
+
+def test_every_environment_variable_is_read() -> None:
+    read = {
+        node.attr
+        for module in list_modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "envs"
+    }
+    assert set(dir(envs)) <= read
