@@ -1,7 +1,7 @@
 """One answer of a request on the caller's side: its ids, text, log-probabilities and end.
 
 Finds stop strings, and holds back exactly the text that may still become one. Used by
-`engine/request_state.py`; knows no other answer and no engine.
+`engine/open_request.py`; knows no other answer and no engine.
 """
 
 from __future__ import annotations

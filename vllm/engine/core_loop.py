@@ -1,6 +1,6 @@
 """Runs an EngineCore until it is told to stop: take messages, step, report.
 
-The same loop serves a thread of the caller's process (`engine/thread_core.py`) and a process of
+The same loop serves a thread of the caller's process (`engine/core_client.py`) and a process of
 its own (`engine/core_proc.py`). It touches neither sockets nor text.
 """
 
