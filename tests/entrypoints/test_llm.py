@@ -148,6 +148,14 @@ def test_wrong_requests_leave_nothing_behind(llm: LLM, prompt, params, error, me
     assert texts(run(llm, ["ABC"])) == ["DEFGHIJK"], "the next call is answered, and only that"
 
 
+def test_numbers_of_any_size(llm: LLM) -> None:
+    """Numbers without an upper limit end neither a request nor the engine."""
+    huge = 10**30
+    for field in ("top_k", "max_tokens"):
+        params = SamplingParams(**{field: huge}, allowed_token_ids=[65], stop_token_ids=[65, huge])
+        assert texts(run(llm, "ABC", params, priority=[-huge])) == [""]
+
+
 def test_fields_set_after_construction_are_checked_too(llm: LLM) -> None:
     params = SamplingParams()
     params.temperature = -1.0

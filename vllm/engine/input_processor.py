@@ -224,7 +224,7 @@ class InputProcessor:
         return RowSampling(
             temperature=params.temperature,
             top_p=params.top_p,
-            top_k=params.top_k,
+            top_k=min(params.top_k, self._model_config.vocab_size),  # workers keep it in 32 bits
             min_p=params.min_p,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
