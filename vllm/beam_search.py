@@ -5,11 +5,15 @@ Used by `LLM.beam_search` and by `AsyncLLMEngine.beam_search`, which run the ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vllm.outputs import Logprob
 from vllm.sampling_params import BeamSearchParams
+
+_MAX_EXPONENT = 600.0
+"""Of e, in a score: a float holds 1e260 times any sum of log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -98,9 +102,13 @@ def beam_score(
 ) -> float:
     """Return cumulative log-probability / length ** length_penalty.
 
-    The length counts prompt and generated tokens without a final end token.
+    The length counts prompt and generated tokens without a final end token. A power that no float
+    holds counts as the largest or smallest that one does.
     """
     length = len(tokens)
     if length > 1 and tokens[-1] == eos_token_id:
         length -= 1
+    exponent = length_penalty * math.log(length)
+    if abs(exponent) > _MAX_EXPONENT:
+        return cumulative_logprob * math.exp(-math.copysign(_MAX_EXPONENT, exponent))
     return cumulative_logprob / (length**length_penalty)

@@ -345,6 +345,9 @@ def test_beam_search(llm: LLM) -> None:
         assert best.text.endswith("CDEFGHIJK")
         scores = [s.cum_logprob / len(s.tokens) for s in output.sequences]
         assert scores[0] > -1e-3
+    for penalty in (1e300, -1e300):
+        params = BeamSearchParams(beam_width=2, max_tokens=2, length_penalty=penalty)
+        assert len(llm.beam_search(["ABC"], params)[0].sequences) == 2
     with pytest.raises(RequestError, match="beam_width may be at most 10"):
         llm.beam_search(["ABC"], BeamSearchParams(beam_width=11, max_tokens=2))
 
