@@ -84,6 +84,24 @@ def test_scoring_a_prompt_generates_nothing(hello: Any) -> None:
     assert hello.complete(prompt="ABC", max_tokens=0)["choices"][0]["text"] == ""
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": ""},
+        {"prompt": [-5], "echo": True},
+        {"prompt": [320], "echo": True},
+        {"temperature": -1},
+        {"n": 0},
+        {"n": 9, "temperature": 1},
+        {"priority": 1},
+    ],
+    ids=str,
+)
+def test_scoring_a_prompt_checks_every_field(hello: Any, wrong: dict[str, Any]) -> None:
+    reply = hello.post("/v1/completions", **{"prompt": "ABC", "max_tokens": 0, **wrong})
+    assert reply.status_code == 400, reply.text
+
+
 def test_null_max_tokens_is_sixteen(serve: Any) -> None:
     body = serve([65] * 40).complete(prompt="A", max_tokens=None)
     assert body["usage"]["completion_tokens"] == 16

@@ -107,10 +107,6 @@ class OpenAIServingCompletion:
 
     async def _run_all(self, run: _Run) -> list[RequestOutput]:
         """Run every prompt to its end; results in the order of the prompts."""
-        request = run.request
-        needs_engine = request.logprobs is not None or request.prompt_logprobs is not None
-        if run.is_scoring and not needs_engine:
-            return [_unscored(prompt) for prompt in run.prompts]
         results: dict[int, RequestOutput] = {}
         async with contextlib.aclosing(merge_streams(self._start(run, is_delta=False))) as merged:
             async for index, result in merged:
@@ -223,17 +219,6 @@ def _kept_outputs(run: _Run, result: RequestOutput) -> list[CompletionOutput]:
 
 def _nothing_generated(index: int) -> CompletionOutput:
     return CompletionOutput(index=index, text="", token_ids=[], logprobs=[], finish_reason="length")
-
-
-def _unscored(prompt: Prompt) -> RequestOutput:
-    return RequestOutput(
-        request_id="",
-        prompt=prompt.text,
-        prompt_token_ids=prompt.token_ids,
-        prompt_logprobs=None,
-        outputs=[],
-        finished=True,
-    )
 
 
 def _num_new_tokens(run: _Run, prompt: Prompt, output: CompletionOutput) -> int:
