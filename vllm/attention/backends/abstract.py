@@ -10,16 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.batch import ForwardBatch, LayerCache
 from vllm.types import DType
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Addressing = Literal["strided", "dense"]
-Phase = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +34,6 @@ class KernelQuery:
         soft_cap: c of c*tanh(x/c) on the scaled logits; 0 is none.
         block_tokens: tokens of a cache block.
         has_one_field: whether the cache has one field, of which a row is key and value at once.
-        addressing: "strided" is a view of the arena with stride(0) = 256 bytes.
-        phase: what kinds of rows one call must take.
         device: "cpu" or "cuda".
         capability: compute capability of a CUDA device, else None.
     """
@@ -58,8 +53,6 @@ class KernelQuery:
     chunk_tokens: int = 0
     soft_cap: float = 0.0
     has_one_field: bool = False
-    addressing: Addressing = "strided"
-    phase: Phase = "mixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,8 +88,6 @@ GATHERED_FIELDS = (
     "chunk_tokens",
     "soft_cap",
     "has_one_field",
-    "addressing",
-    "phase",
 )
 """Fields that a kernel serves at any value if it finds rows by offset and masks them exactly."""
 
@@ -140,14 +131,10 @@ class AttentionBackend(ABC):
 
     Attributes:
         name: the name in tables, configs and reports.
-        addressing: how it reads the cache.
-        masks_by_select: whether masked rows are selected away, so that NaN in them cannot leak.
         is_capturable: whether its decode steps never wait for the device, as CUDA graphs need.
     """
 
     name: ClassVar[str]
-    addressing: ClassVar[Addressing] = "strided"
-    masks_by_select: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
 
     @abstractmethod

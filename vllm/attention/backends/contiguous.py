@@ -58,7 +58,7 @@ def make_rules(max_head_size: int, *served: str) -> dict[str, Rule]:
         "kv_dtype": lambda q: q.kv_dtype == q.dtype,
         "device": _judge_decode,
         "capability": judge_capability,
-        **serve_any("num_kv_heads", "scale", "block_tokens", "addressing", "phase", *served),
+        **serve_any("num_kv_heads", "scale", "block_tokens", *served),
     }
 
 
@@ -109,7 +109,6 @@ class ContiguousBackend(AttentionBackend):
         rules: what `attend_prompts` and our decode kernel both serve.
     """
 
-    masks_by_select: ClassVar[bool] = False
     rules: ClassVar[Mapping[str, Rule]]
 
     def supports(self, query: KernelQuery) -> str | None:
