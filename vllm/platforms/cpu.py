@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from vllm.platforms.interface import MemoryInfo, Platform
-from vllm.types import DType
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -22,7 +21,6 @@ class CpuPlatform(Platform):
     """The machine's processors."""
 
     device_type: ClassVar[str] = "cpu"
-    dtypes: ClassVar[tuple[DType, ...]] = (DType.BFLOAT16, DType.FLOAT32)
 
     def get_device_name(self, index: int = 0) -> str:
         """Return the model name of the first processor."""
@@ -47,10 +45,6 @@ class CpuPlatform(Platform):
             total = min(total, limit.total_bytes)
             free = min(free, limit.free_bytes)
         return MemoryInfo(total_bytes=total, free_bytes=free)
-
-    def count_devices(self) -> int:
-        """Return 1: all processors are one device."""
-        return 1
 
     def list_cpus(self) -> tuple[int, ...]:
         """Return the logical processors that this process may run on."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from vllm.platforms.interface import MemoryInfo, Platform
-from vllm.types import DType
 
 
 class CudaPlatform(Platform):
     """NVIDIA GPUs."""
 
     device_type: ClassVar[str] = "cuda"
-    dtypes: ClassVar[tuple[DType, ...]] = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
 
     def get_device_name(self, index: int = 0) -> str:
         """Return the name of a GPU."""
@@ -36,9 +34,3 @@ class CudaPlatform(Platform):
 
         free, total = torch.cuda.mem_get_info(index)
         return MemoryInfo(total_bytes=total, free_bytes=free)
-
-    def count_devices(self) -> int:
-        """Return the number of visible GPUs."""
-        import torch  # noqa: PLC0415
-
-        return torch.cuda.device_count()

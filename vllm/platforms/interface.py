@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm.types import DType
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInfo:
@@ -26,11 +24,9 @@ class Platform(ABC):
 
     Attributes:
         device_type: torch's name of it.
-        dtypes: element types of weights and activations that its kernels serve.
     """
 
     device_type: ClassVar[str]
-    dtypes: ClassVar[tuple[DType, ...]]
 
     def is_cpu(self) -> bool:
         """Whether this is the CPU."""
@@ -51,7 +47,3 @@ class Platform(ABC):
     @abstractmethod
     def get_memory(self, index: int = 0) -> MemoryInfo:
         """Return the device's memory right now."""
-
-    @abstractmethod
-    def count_devices(self) -> int:
-        """Return how many there are."""
