@@ -14,7 +14,7 @@ class CacheConfig:
     Attributes:
         block_size: tokens of a block.
         gpu_memory_utilization: share of the device's total memory this instance plans with (CUDA).
-        cache_bytes: bytes of the cache on a CPU; None lets the worker choose.
+        cache_bytes: bytes of the cache of a rank; None lets the worker choose.
         cache_dtype: element type of K and V; None is the model's.
         num_gpu_blocks_override: number of blocks instead of what the budget gives.
         swap_space_bytes: accepted, not used (preemption recomputes).

@@ -16,8 +16,6 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
-    disable_custom_all_reduce: bool = False
-    max_parallel_loading_workers: int | None = None
 
     @property
     def world_size(self) -> int:

@@ -223,7 +223,6 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> Sch
         policy=args.scheduling_policy,
         enable_chunked_prefill=is_chunked,
         delay_factor=args.scheduler_delay_factor,
-        preemption_mode=args.preemption_mode,
         # A CPU plans on the cores that compute: nothing would be gained.
         max_steps_in_flight=2 if device == "cuda" and not args.disable_async_output_proc else 1,
     )
@@ -282,8 +281,6 @@ def _resolve_parallel(args: EngineArgs, model: ModelConfig) -> ParallelConfig:
     return ParallelConfig(
         tensor_parallel_size=size,
         distributed_executor_backend=backend or ("mp" if size > 1 else None),
-        disable_custom_all_reduce=args.disable_custom_all_reduce,
-        max_parallel_loading_workers=args.max_parallel_loading_workers,
     )
 
 

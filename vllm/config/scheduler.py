@@ -24,5 +24,4 @@ class SchedulerConfig:
     policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     delay_factor: float = 0.0
-    preemption_mode: str | None = None
     max_steps_in_flight: int = 1
