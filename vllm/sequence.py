@@ -239,11 +239,6 @@ class Sequence:
         self.is_resident = False
 
     @property
-    def num_output_tokens(self) -> int:
-        """Output tokens known to the host."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions still have to be computed for their logprobs."""
         return (

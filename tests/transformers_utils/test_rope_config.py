@@ -11,7 +11,6 @@ from vllm.transformers_utils.rope_config import (
     context_len,
     normalize_rope,
     normalize_rope_by_layer_type,
-    rope_types,
 )
 
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -59,7 +58,6 @@ def test_c30_spellings_and_lengths(
     if expected is not None:
         assert config["rope_parameters"] == expected
     assert "rope_scaling" not in config and "rope_theta" not in config
-    assert rope_types(config) == (config["rope_parameters"]["rope_type"],)
 
 
 def test_c30_a_missing_kind_is_named() -> None:
@@ -99,7 +97,7 @@ def test_settings_nested_by_layer_type_stay_nested() -> None:
     config: dict[str, Any] = {"rope_parameters": nested, "max_position_embeddings": 128}
     normalize_rope(config)
     assert config["rope_parameters"]["sliding_attention"] == _DEFAULT
-    assert rope_types(config) == ("linear", "default")
+    assert config["rope_parameters"]["full_attention"]["rope_type"] == "linear"
     assert context_len(config) == 128
 
 

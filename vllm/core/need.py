@@ -11,13 +11,6 @@ from collections.abc import Sequence
 from vllm.core.block.abstract import BlockManager
 
 
-def need_blocks(
-    managers: Sequence[BlockManager], num_computed: int, num_new: int
-) -> tuple[int, ...]:
-    """Return, for each group, the blocks that a sequence holds during a step."""
-    return tuple(manager.need(num_computed, num_new) for manager in managers)
-
-
 def peak_blocks(managers: Sequence[BlockManager], max_len: int, max_chunk: int) -> tuple[int, ...]:
     """Return, for each group, the most blocks held on the way to `max_len` tokens."""
     return tuple(manager.peak_need(max_len, max_chunk) for manager in managers)

@@ -14,7 +14,6 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf_file import is_gguf_file
 
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def resolve_path(

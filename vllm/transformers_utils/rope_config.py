@@ -9,7 +9,7 @@ and removed. Never computes frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.errors import ConfigError
@@ -156,10 +156,3 @@ def context_len(config: Mapping[str, Any]) -> int | None:
     if kind == "yarn":
         return int(rope["original_max_position_embeddings"] * rope["factor"])
     return length
-
-
-def rope_types(config: Mapping[str, Any]) -> Iterable[str]:
-    """Return the rotary types that a normalised config uses, one per group of settings."""
-    rope = config.get("rope_parameters") or {}
-    groups = [rope] if "rope_type" in rope else [g for g in rope.values() if isinstance(g, Mapping)]
-    return tuple(str(group["rope_type"]) for group in groups)

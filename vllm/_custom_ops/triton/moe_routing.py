@@ -37,7 +37,6 @@ class Routing:
     """Where the pairs of each expert lie. Pair t * k + j is the j-th choice of token t.
 
     Attributes:
-        block_rows: most pairs of a block.
         max_blocks: blocks that the tables have room for.
         order: int32 [P], pairs by expert.
         ends: int32 [N], where the pairs of each expert end in `order`.
@@ -45,7 +44,6 @@ class Routing:
         block_starts: int32 [max_blocks], first pair of the block in `order`.
     """
 
-    block_rows: int
     max_blocks: int
     order: Tensor
     ends: Tensor
@@ -100,7 +98,6 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_rows: int) -> Routing:
             num_warps=8,
         )
     return Routing(
-        block_rows=block_rows,
         max_blocks=max_blocks,
         order=order,
         ends=ends,
