@@ -153,7 +153,10 @@ def test_numbers_of_any_size(llm: LLM) -> None:
     huge = 10**30
     for field in ("top_k", "max_tokens"):
         params = SamplingParams(**{field: huge}, allowed_token_ids=[65], stop_token_ids=[65, huge])
-        assert texts(run(llm, "ABC", params, priority=[-huge])) == [""]
+        assert texts(run(llm, "ABC", params, priority=[-(2**63)])) == [""]
+    for priority in (2**63, -huge, 1.5):
+        with pytest.raises(RequestError, match="priority must be"):
+            run(llm, "ABC", priority=[priority])
 
 
 def test_fields_set_after_construction_are_checked_too(llm: LLM) -> None:

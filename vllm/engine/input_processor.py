@@ -22,7 +22,7 @@ from vllm.logger import init_logger, warn_once
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.sequence import SequenceRequest
 from vllm.step import RowSampling
-from vllm.utils.field_checks import parse_eos_ids
+from vllm.utils.field_checks import check_int, parse_eos_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,8 +167,9 @@ class InputProcessor:
             raise RequestError(
                 f"n (or best_of) may be at most {self._scheduler_config.max_num_seqs} "
                 f"(max_num_seqs), got {params.num_branches}",
-                param="n",
+                param="n" if params.best_of is None else "best_of",
             )
+        check_int("priority", priority, low=-(2**63), high=2**63 - 1)
         if priority != 0 and self._scheduler_config.policy != "priority":
             raise RequestError(
                 f"priority {priority} needs the priority policy; start the engine with "

@@ -17,6 +17,9 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+_BODY_FIELDS = {"prompt_token_ids": "prompt", "beam_width": "n"}
+"""Fields of the Python API that have another name in bodies."""
+
 
 class ApiError(VllmError):
     """A request that is answered with an error of a given status.
@@ -76,7 +79,7 @@ def api_error(cause: BaseException) -> ApiError:
     if isinstance(cause, ApiError):
         return cause
     if isinstance(cause, RequestError):
-        return ApiError(str(cause), param=cause.param)
+        return ApiError(str(cause), param=_BODY_FIELDS.get(cause.param or "", cause.param))
     if isinstance(cause, EngineDeadError):
         return ApiError(
             str(cause),

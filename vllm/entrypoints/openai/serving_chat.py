@@ -140,6 +140,7 @@ class OpenAIServingChat:
         request = run.request
         wanted = request.wanted_max_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        self._serving.limit_alternatives(request.top_logprobs, param="top_logprobs")
         max_tokens = self._serving.limit_tokens(
             run.prompt, wanted, param="messages" if wanted is None else name
         )

@@ -140,6 +140,14 @@ class ServingEngine:
             param=param,
         )
 
+    def limit_alternatives(self, wanted: int, *, param: str) -> None:
+        """Raise ApiError if more candidates of a token are asked for than the engine reports."""
+        limit = self.model_config.max_logprobs
+        if wanted > limit:
+            raise ApiError(
+                f"{param} may be at most {limit} (max_logprobs), got {wanted}", param=param
+            )
+
     def generate(
         self,
         prompt: Prompt,
