@@ -17,14 +17,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-from llama_server import LlamaServer
-from prepare_peers import Peers, prepare
+from typing import Any, Protocol
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1]))
+sys.path.insert(0, str(HERE.parents[1]))
 
+from benchmarks.engine.llama_server import LlamaServer  # noqa: E402
+from benchmarks.engine.prepare_peers import PEERS, Peers, prepare  # noqa: E402
 from benchmarks.machine import describe_machine  # noqa: E402
+
+
+class Engine(Protocol):
+    """What is compared, loaded and idle until it is asked."""
+
+    name: str
+    version: str
+    ready_s: float
+
+    def measure(self, batch: int, prompt: int, output: int, seed: int) -> dict[str, Any]:
+        """Run one workload: its seconds until the first tokens, in all, and the peak memory."""
+
+    def close(self) -> None:
+        """End the engine."""
 
 
 class ApiEngine:
@@ -33,7 +47,8 @@ class ApiEngine:
     def __init__(self, name: str, python: str, model: str, vocab: int, env: dict[str, str]) -> None:
         self.name = name
         read_fd, write_fd = os.pipe()
-        log = (HERE.parent / "results" / f"{name}.log").open("w")
+        self._log = PEERS / f"{name}.log"
+        log = self._log.open("w")
         self._process = subprocess.Popen(
             [python, str(HERE / "probe.py"), model, "bfloat16", str(vocab)],
             stdin=subprocess.PIPE,
@@ -50,14 +65,15 @@ class ApiEngine:
         ready = self._read()
         self.version, self.ready_s = ready["version"], ready["ready_s"]
 
-    def _read(self) -> dict:
+    def _read(self) -> dict[str, Any]:
         line = self._answers.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended; its log is benchmarks/results/{self.name}.log")
-        return json.loads(line)
+            raise RuntimeError(f"{self.name} ended; its log is {self._log}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
-    def measure(self, batch: int, prompt: int, output: int, seed: int) -> dict:
-        """Run one workload and return what the probe answered."""
+    def measure(self, batch: int, prompt: int, output: int, seed: int) -> dict[str, Any]:
+        """See `Engine.measure`."""
         assert self._process.stdin is not None
         work = {"batch": batch, "prompt": prompt, "output": output, "seed": seed}
         self._process.stdin.write(json.dumps(work) + "\n")
@@ -71,9 +87,9 @@ class ApiEngine:
         self._process.wait(timeout=60)
 
 
-def start_engines(peers: Peers, port: int, only: set[str]) -> list:
+def start_engines(peers: Peers, port: int, only: set[str]) -> list[Engine]:
     """Load every engine that is asked for."""
-    engines: list = []
+    engines: list[Engine] = []
     if "ours" in only:
         env = {"VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": str(HERE.parent.parent)}
         engines.append(ApiEngine("ours", sys.executable, str(peers.bf16_gguf), peers.vocab, env))
@@ -89,16 +105,20 @@ def start_engines(peers: Peers, port: int, only: set[str]) -> list:
         )
     if "llama.cpp" in only:
         engines.append(
-            LlamaServer(str(peers.llama_server), str(peers.bf16_gguf), peers.vocab, 32, 65536, port)
-        )
-        engines[-1].version = peers.llama_version
+            LlamaServer(
+                str(peers.llama_server), peers.llama_version, str(peers.bf16_gguf), peers.vocab,
+                32, 65536, port,
+            )
+        )  # fmt: skip
     return engines
 
 
-def measure_all(engines: list, work: tuple[int, int, int], runs: int) -> dict[str, dict]:
+def measure_all(
+    engines: list[Engine], work: tuple[int, int, int], runs: int
+) -> dict[str, dict[str, Any]]:
     """Alternate the engines over `runs` rounds after one warm-up round; return medians."""
     batch, prompt, output = work
-    rows: dict[str, list[dict]] = {engine.name: [] for engine in engines}
+    rows: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
     for round_number in range(runs + 1):
         for engine in engines:
             row = engine.measure(batch, prompt, output, 100 + round_number)
@@ -131,7 +151,7 @@ def main() -> None:
 
     peers = prepare(set(args.engines.split(",")))
     engines = start_engines(peers, args.port, set(args.engines.split(",")))
-    report: dict = {
+    report: dict[str, Any] = {
         "what": "SmolLM2-135M, bfloat16 weights, offline, greedy, random token ids, medians",
         "machine": describe_machine(),
         "command": " ".join(["python", *sys.argv]),
@@ -143,9 +163,9 @@ def main() -> None:
     }
     try:
         for text in args.work.split(","):
-            work = tuple(int(part) for part in text.split(":"))
-            rows = measure_all(engines, work, args.runs)
-            report["rows"].append({"batch": work[0], "prompt": work[1], "output": work[2]} | rows)
+            batch, prompt, output = (int(part) for part in text.split(":"))
+            rows = measure_all(engines, (batch, prompt, output), args.runs)
+            report["rows"].append({"batch": batch, "prompt": prompt, "output": output} | rows)
             for name, row in rows.items():
                 ratio = (
                     {key: rows["ours"][key] / row[key] for key in ("prefill_tok_s", "decode_tok_s")}

@@ -32,9 +32,11 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from gpu_offline import PLANS  # noqa: E402
-from shapes import SHAPES, write_shape  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.engine.gpu_offline import PLANS  # noqa: E402
+from benchmarks.engine.shapes import SHAPES, write_shape  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402

@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES, write_shape
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.engine.shapes import SHAPES, write_shape
 from benchmarks.machine import describe_machine, describe_versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -95,12 +94,19 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read_works(text: str) -> tuple[tuple[int, int, int], ...]:
+    """Read works such as 512:256:1,512:256:8."""
+    works = (map(int, work.split(":")) for work in text.split(","))
+    return tuple((num_in, num_out, batch) for num_in, num_out, batch in works)
+
+
 def measure(name: str, args: argparse.Namespace) -> None:
     """Measure one shape in this process; prints one JSON line a row."""
     started_s = time.perf_counter()
     import torch
 
     from vllm import LLM, SamplingParams, __version__
+    from vllm.inputs import TokensPrompt
 
     plan = PLANS[name]
     shares = dict(pair.split("=") for pair in args.memory)
@@ -123,11 +129,12 @@ def measure(name: str, args: argparse.Namespace) -> None:
         vocab = SHAPES[name]["vocab_size"]
         rng = random.Random(0)
 
+        def draw_prompt(num_in: int) -> TokensPrompt:
+            ids = [rng.randrange(10, vocab - 10) for _ in range(num_in)]
+            return TokensPrompt(prompt_token_ids=ids)
+
         def run(num_in: int, num_out: int, batch: int) -> float:
-            prompts = [
-                {"prompt_token_ids": [rng.randrange(10, vocab - 10) for _ in range(num_in)]}
-                for _ in range(1 if args.same_prompts else batch)
-            ]
+            prompts = [draw_prompt(num_in) for _ in range(1 if args.same_prompts else batch)]
             if args.same_prompts:
                 prompts *= batch
             params = SamplingParams(
@@ -150,10 +157,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         }
         print(json.dumps({"ready": ready}), flush=True)
         sys.stdin.readline()  # the parent says when the machine is ours
-        works = plan.works
-        if args.works:
-            works = tuple(tuple(map(int, w.split(":"))) for w in args.works.split(","))
-        for work in works:
+        for work in read_works(args.works) if args.works else plan.works:
             num_in, num_out, batch = work
             times = [run(*work) for _ in range(args.runs + 1)][1:]
             median_s = statistics.median(times)

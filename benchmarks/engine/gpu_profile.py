@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_offline import PLANS, SPREAD_WEIGHTS
-from shapes import SHAPES, write_shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.engine.gpu_offline import PLANS, SPREAD_WEIGHTS
+from benchmarks.engine.shapes import SHAPES, write_shape
 from benchmarks.machine import describe_machine, describe_versions
 from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 
 LONG_GAP_US = 3.0  # kernels of one graph wait less for each other
 
@@ -48,7 +49,7 @@ def add_up(events: list[Any]) -> dict[str, Any]:
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in events:
         kernels[event.name].append(event.device_time_total)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"kernel": name[:110], "calls": len(us), "total_us": round(sum(us), 1)}
         for name, us in kernels.items()
     ]
@@ -134,6 +135,7 @@ def main() -> int:
     """Profile, print and write."""
     args = parse_args()
     plan = PLANS[args.shape]
+    vocab = SHAPES[args.shape]["vocab_size"]
     rng = random.Random(0)
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -149,12 +151,12 @@ def main() -> int:
             enable_prefix_caching=False,
         )
 
+        def draw_prompt(num_in: int) -> TokensPrompt:
+            ids = [rng.randrange(10, vocab - 10) for _ in range(num_in)]
+            return TokensPrompt(prompt_token_ids=ids)
+
         def run(num_in: int, num_out: int, batch: int) -> float:
-            vocab = SHAPES[args.shape]["vocab_size"]
-            prompts = [
-                {"prompt_token_ids": [rng.randrange(10, vocab - 10) for _ in range(num_in)]}
-                for _ in range(batch)
-            ]
+            prompts = [draw_prompt(num_in) for _ in range(batch)]
             params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
             params.detokenize = False
             start_s = time.perf_counter()

@@ -13,8 +13,9 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
-from probe import make_prompts, peak_rss_mib
+from benchmarks.engine.probe import make_prompts, peak_rss_mib
 
 
 class LlamaServer:
@@ -23,8 +24,16 @@ class LlamaServer:
     name = "llama.cpp"
 
     def __init__(
-        self, binary: str, gguf: str, vocab: int, slots: int, context: int, port: int
+        self,
+        binary: str,
+        version: str,
+        gguf: str,
+        vocab: int,
+        slots: int,
+        context: int,
+        port: int,
     ) -> None:
+        self.version = version
         self._vocab, self._port = vocab, port
         command = [binary, "-m", gguf, "--host", "127.0.0.1", "--port", str(port), "-t", "2", "-tb"]
         command += ["2", "-c", str(context), "-np", str(slots), "-cb", "--no-warmup"]
@@ -78,7 +87,7 @@ class LlamaServer:
             raise RuntimeError(f"llama.cpp answered with {counts[:3]} tokens, not {tokens}")
         return seconds
 
-    def measure(self, batch: int, prompt: int, output: int, seed: int) -> dict:
+    def measure(self, batch: int, prompt: int, output: int, seed: int) -> dict[str, Any]:
         """Run one workload (one token, after a run that warms; all tokens) and return seconds."""
         self._run(make_prompts(batch, prompt, 3 * seed, self._vocab), 1)
         prefill = self._run(make_prompts(batch, prompt, 3 * seed + 1, self._vocab), 1)

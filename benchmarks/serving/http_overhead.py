@@ -25,16 +25,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "engine"), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from compare_cpu import ApiEngine  # noqa: E402
-from prepare_peers import prepare  # noqa: E402
-from probe import make_prompts  # noqa: E402
-from raw_client import RawClient  # noqa: E402
-from shapes import SHAPES, write_shape, write_tokenizer  # noqa: E402
-from soak import measure_pss_mib, start_server  # noqa: E402
-
+from benchmarks.engine.compare_cpu import ApiEngine  # noqa: E402
+from benchmarks.engine.prepare_peers import prepare  # noqa: E402
+from benchmarks.engine.probe import make_prompts  # noqa: E402
+from benchmarks.engine.shapes import SHAPES, write_shape, write_tokenizer  # noqa: E402
 from benchmarks.machine import describe_machine, describe_versions  # noqa: E402
+from benchmarks.serving.raw_client import RawClient  # noqa: E402
+from benchmarks.serving.soak import measure_pss_mib, start_server  # noqa: E402
 
 GPU_SHARE = 0.4  # of the card, for each of the two engines
 CACHE_GIB = 0.5  # enough for the streams; its touched pages are taken off the memory reported

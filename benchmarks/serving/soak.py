@@ -30,11 +30,10 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-
-from raw_client import RawClient, Reply  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe_machine, describe_versions  # noqa: E402
+from benchmarks.serving.raw_client import RawClient, Reply  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SAMPLE_S = 2.0
