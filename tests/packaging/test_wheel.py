@@ -67,7 +67,9 @@ def test_sdist_holds_all_that_a_build_needs(tree: Path, tmp_path: Path) -> None:
     run_build(tree, f"build_sdist({str(tmp_path)!r})")
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for folder, pattern in (("csrc", "*.[ch]*"), ("cmake", "*.c*"), ("vllm", "*.py")):
+    for folder, pattern in (
+        ("csrc", "*.[ch]*"), ("cmake", "*.c*"), ("vllm", "*.py"), ("examples", "*.json"),
+    ):  # fmt: skip
         for path in (ROOT / folder).rglob(pattern):
             assert str(path.relative_to(ROOT)) in names
     for name in ("CMakeLists.txt", "LICENSE", "setup.py", "requirements/constraints.txt"):
