@@ -3,7 +3,7 @@
     python benchmarks/gpu_tests.py --output-json benchmarks/results/h200_tests.json
 
 Writes how many tests of each file passed, failed and were skipped, the names of those that failed,
-machine, versions and command.
+machine, versions and command. Needs pytest-xdist.
 """
 
 from __future__ import annotations
