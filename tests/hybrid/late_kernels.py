@@ -1,8 +1,9 @@
 """Which Triton kernels random steps want that were not compiled ahead, on a machine without a GPU.
 
 Run by `test_late_kernels.py` in a process of its own, where kernels are not interpreted and tensors
-say that they are on a GPU. Launches are only noted; ops in C++ do nothing. Prints JSON, for each
-family named on the command line the kernels that came late.
+say that they are on a GPU. Launches are only noted; ops in C++ do nothing. Told an architecture,
+how many sequences there are at most, and families; prints JSON, for each family the kernels that
+came late.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from triton.runtime.driver import driver
 
 import vllm._custom_ops
+from tests._custom_ops.triton.compile_for import play_gpu
 from tests._custom_ops.triton.stand_in import Driver
 from tests.e2e.gpu.families import write_checkpoint
 from vllm import EngineArgs
@@ -42,9 +44,7 @@ from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
 from vllm.worker.layer_setup import list_groups
 
 CPU = torch.device("cpu")
-LIMITS = RunnerLimits(
-    max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=1024, has_graphs=True
-)
+MODEL_LEN, NUM_TOKENS = 2048, 1024
 
 
 class Ops:
@@ -103,42 +103,53 @@ def run_probe_here(name: str, query: KernelQuery) -> None:
     probe.run_probe(name, replace(query, device="cpu"))
 
 
-def make_runner(model: Any, config: EngineConfig) -> tuple[GpuModelRunner, CacheEngine]:
+def make_limits(num_seqs: int) -> RunnerLimits:
+    """Return what a step may hold."""
+    return RunnerLimits(
+        max_num_seqs=num_seqs,
+        max_model_len=MODEL_LEN,
+        max_num_batched_tokens=NUM_TOKENS,
+        has_graphs=True,
+    )
+
+
+def make_runner(
+    model: Any, config: EngineConfig, num_seqs: int
+) -> tuple[GpuModelRunner, CacheEngine]:
     """Return a runner on a cache of another size than that of the runner before."""
     specs = model.cache_specs()
     layout = replace(lay_out_least(list_groups(specs, config)), num_superblocks=16)
     cache = CacheEngine(specs, layout, CPU)
     kernels = dict.fromkeys(model.attention_layers(), "triton")
-    tp = TensorParallel.single()
-    return GpuModelRunner(model, cache, kernels, tp, limits=LIMITS, device=CPU), cache
+    tp, limits = TensorParallel.single(), make_limits(num_seqs)
+    return GpuModelRunner(model, cache, kernels, tp, limits=limits, device=CPU), cache
 
 
-def find_late(directory: Path) -> list[str]:
+def find_late(directory: Path, num_seqs: int) -> list[str]:
     """Return the kernels that random steps want and `compile_ahead` does not know."""
     config = EngineArgs(
         model=str(directory), device="cpu", dtype="bfloat16", skip_tokenizer_init=True,
-        max_model_len=LIMITS.max_model_len, max_num_seqs=LIMITS.max_num_seqs,
-        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=MODEL_LEN, max_num_seqs=num_seqs, max_num_batched_tokens=NUM_TOKENS,
     ).create_engine_config()  # fmt: skip
     cls, _ = get_model_architecture(config.model_config)
     model: Any = cls(
         config.model_config.hf_config,
         dtype=torch.bfloat16,
         tp=TensorParallel.single(),
-        max_model_len=LIMITS.max_model_len,
+        max_model_len=MODEL_LEN,
     ).eval()
     compiler = Recorder()
     with act_as_gpu(), torch.inference_mode():
         gpu_kernels.compile_ahead(
             model, config, TensorParallel.single(), GpuPlatform(), CPU, compiler
         )
-        runner, cache = make_runner(model, config)
+        runner, cache = make_runner(model, config, num_seqs)
         with ahead.note_kernels() as wanted:
-            for num_rows in list_graph_sizes(LIMITS.max_num_seqs):
+            for num_rows in list_graph_sizes(num_seqs):
                 model.compute_logits(runner.run_decode(num_rows))
             for size in runner.prompt_sizes:
                 runner.run_prompts(size)
-            for new_lens, computed_lens in draw_steps():
+            for new_lens, computed_lens in draw_steps(num_seqs):
                 step = gpu_warmup.make_step(new_lens, computed_lens, cache.geometries, device=CPU)
                 runner.run_forward(step)
             for layer in model.attention_layers().values():
@@ -146,17 +157,22 @@ def find_late(directory: Path) -> list[str]:
     return sorted(note.name for note in set(wanted) - set(compiler.known))
 
 
-def draw_steps() -> Iterator[tuple[list[int], list[int]]]:
+def draw_steps(num_seqs: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yield new and computed tokens of steps of every kind."""
     rng = random.Random(0)
     for _ in range(40):
-        num_single, num_others = rng.choice((0, rng.randrange(60))), rng.randrange(1, 4)
+        num_others = rng.randrange(1, min(num_seqs, 3) + 1)
+        num_single = rng.choice((0, rng.randrange(num_seqs - num_others + 1)))
         new_lens = [1] * num_single + [rng.randrange(2, 300) for _ in range(num_others)]
         computed = [rng.choice((0, 64, 77, 900)) for _ in range(num_others)]
         yield new_lens, [rng.randrange(1, 900) for _ in range(num_single)] + computed
 
 
 if __name__ == "__main__":
+    play_gpu(int(sys.argv[1]))
+    most = int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: find_late(write_checkpoint(name, Path(folder))) for name in sys.argv[1:]}
+        found = {
+            name: find_late(write_checkpoint(name, Path(folder)), most) for name in sys.argv[3:]
+        }
     print(json.dumps(found))

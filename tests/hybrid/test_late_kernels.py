@@ -17,13 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="acts as if there was a GPU")
 @pytest.mark.parametrize(
-    "families",
+    ("arch", "num_seqs", "families"),
     [
-        ("gemma3", "deepseek_v2", "gpt_oss"),
-        ("qwen3_next_experts", "nemotron_h_experts", "lfm2_dense"),
+        (90, 64, ("gemma3", "deepseek_v2", "gpt_oss")),
+        (80, 64, ("qwen3_next_experts", "nemotron_h_experts", "lfm2_dense")),
+        (90, 1, ("gemma3", "deepseek_v2", "qwen3_next_dense")),
     ],
 )
-def test_random_steps_want_no_other_kernels(families: tuple[str, ...], tmp_path: Path) -> None:
+def test_random_steps_want_no_other_kernels(
+    arch: int, num_seqs: int, families: tuple[str, ...], tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
     environment = {
         **os.environ,
@@ -33,7 +36,7 @@ def test_random_steps_want_no_other_kernels(families: tuple[str, ...], tmp_path:
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
     process = subprocess.run(
-        [sys.executable, str(SCRIPT), *families],
+        [sys.executable, str(SCRIPT), str(arch), str(num_seqs), *families],
         env=environment,
         capture_output=True,
         text=True,

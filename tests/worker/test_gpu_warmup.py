@@ -13,7 +13,8 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.model_loader.loader import get_model_architecture
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.gpu_model_runner import RunnerLimits
-from vllm.worker.gpu_warmup import choose_layers, list_steps, make_step
+from vllm.worker.gpu_warmup import choose_layers, choose_sizes, list_steps, make_step
+from vllm.worker.prompt_size import list_prompt_sizes
 
 
 def make_limits(num_seqs: int, model_len: int, num_tokens: int) -> RunnerLimits:
@@ -33,6 +34,18 @@ def test_steps_are_within_the_limits(limits: tuple[int, int, int]) -> None:
         assert sum(new_lens) <= num_tokens
         assert all(n + c <= model_len for n, c in zip(new_lens, computed_lens, strict=True))
         assert max(new_lens) > 1, "decode steps are others"
+
+
+@pytest.mark.parametrize("limits", [(256, 8192), (64, 512), (1, 1024), (1, 16), (3, 100)])
+def test_one_padded_step_of_each_kind(limits: tuple[int, int]) -> None:
+    """One prompt of at most 128 tokens is a kind, whose kernel no longer prompt wants."""
+    sizes = list_prompt_sizes(*limits)
+    kinds = [
+        {(s.num_decode_rows, s.num_prompt_rows, s.num_prompt_tokens <= 128): s for s in some}
+        for some in (sizes, choose_sizes(sizes))
+    ]
+    assert kinds[0] == kinds[1]
+    assert len(choose_sizes(sizes)) == len(kinds[0])
 
 
 def test_two_layers_of_each_kind_and_the_last_stand_for_all(tmp_path: Path) -> None:

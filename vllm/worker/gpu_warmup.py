@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from vllm.attention.backends.long_prompts import MAX_CHUNK_TOKENS
 from vllm.batch import ForwardBatch, GroupBatch, LayerCache
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.worker.block_table import GroupGeometry
 from vllm.worker.gpu_model_runner import GpuModelRunner, RunnerLimits
+from vllm.worker.prompt_size import PromptSize
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FEWEST_PROMPT_TOKENS = 16
@@ -28,7 +30,6 @@ _ALIKE_LAYERS = 2
 
 _ALIGNMENT_BYTES = 16
 """On how an address divides by it a compiled kernel depends."""
-_SIZE_STEP = 3  # of padded steps, the largest and every third; what lies between wants no others
 
 
 @torch.inference_mode()
@@ -50,7 +51,7 @@ def run_all_steps(
     """
     for new_lens, computed_lens in list_steps(limits):
         runner.run_forward(make_step(new_lens, computed_lens, geometries, device=device))
-    for size in runner.prompt_sizes[::-_SIZE_STEP]:
+    for size in choose_sizes(runner.prompt_sizes):
         runner.run_prompts(size)
     for num_rows in sorted({min(rows, limits.max_num_seqs) for rows in _DECODE_ROWS}):
         model.compute_logits(runner.run_decode(num_rows))
@@ -79,6 +80,22 @@ def choose_layers(model: CausalLM, caches: Sequence[LayerCache | None]) -> list[
     return sorted(chosen)
 
 
+def choose_sizes(sizes: Sequence[PromptSize]) -> list[PromptSize]:
+    """Return the largest padded step of each kind that wants kernels of its own.
+
+    Rows decide what attention and state layers launch, and whether the prompts are short. Products
+    and mixtures go by the tokens alone, as in steps that are not padded.
+
+    Args:
+        sizes: ascending.
+    """
+    kinds: dict[tuple[int, int, bool], PromptSize] = {}
+    for size in sizes:
+        is_short = size.num_prompt_tokens <= MAX_CHUNK_TOKENS
+        kinds[size.num_decode_rows, size.num_prompt_rows, is_short] = size
+    return list(kinds.values())
+
+
 def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:
     """Yield new and computed tokens of each row of steps that are not decode steps."""
     longest = min(limits.max_model_len, limits.max_num_batched_tokens)
@@ -90,12 +107,13 @@ def list_steps(limits: RunnerLimits) -> Iterator[tuple[list[int], list[int]]]:
     if longest // rows > 1:
         yield [longest // rows] * rows, [0] * rows
     for num_new, num_computed in ((longest // 4, 0), *_CHUNKS, (longest // 4, longest // 4)):
-        if num_new < 2 or num_new + num_computed > limits.max_model_len:
+        if not 2 <= num_new <= limits.max_num_batched_tokens:
             continue
-        if num_new + 1 > limits.max_num_batched_tokens or limits.max_num_seqs < 2:
+        if num_new + num_computed > limits.max_model_len:
             continue
         yield [num_new], [num_computed]
-        yield [1, num_new], [num_new, num_computed]
+        if num_new < limits.max_num_batched_tokens and limits.max_num_seqs > 1:
+            yield [1, num_new], [num_new, num_computed]
 
 
 def make_step(
