@@ -315,6 +315,9 @@ def mamba2_step(
     their arguments. The heads of the output are neighbours in memory.
 
     Cost: reads and writes each row's states once.
+
+    Raises:
+        ShapeError: heads, channels or the elements of a state are no neighbours.
     """
     C.mamba2_step(
         out_THP,

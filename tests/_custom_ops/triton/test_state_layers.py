@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.utils.state_layers import (
 )
 from tests.utils.states import assert_close
 from vllm._custom_ops import state_space as doors
+from vllm.errors import ShapeError
 from vllm.model_executor.layers import state as state_layers
 
 
@@ -79,3 +82,30 @@ def pad_step(step: LayerStep, *, num_tokens: int, num_rows: int) -> LayerStep:
     )
     x = pad(step.x, (0, 0, 0, num_tokens), value=float("nan"))
     return LayerStep(x=x, batch=padded, states=step.states)
+
+
+@pytest.mark.parametrize("make", [make_delta_net, make_mamba])
+@pytest.mark.parametrize("part", ["out", "gate", "conv_state"])
+def test_heads_apart_are_a_clear_error(
+    make: Callable[[], nn.Module], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels would read and write the wrong elements."""
+    layer = make()
+    interpret_ops(monkeypatch)
+    op = "gated_delta_step" if make is make_delta_net else "mamba2_step"
+    run_op = getattr(doors, op)
+
+    def spread(*given: Any) -> None:
+        arguments = inspect.signature(run_op).bind(*given).arguments
+        name = next(key for key in arguments if key.startswith(part))
+        x = arguments[name]
+        arguments[name] = torch.stack((x, x), -1)[..., 0]
+        run_op(*arguments.values())
+
+    monkeypatch.setattr(doors, op, spread)
+    step = make_step(layer, *STEPS["decode"])
+    before = [memory.clone() for memory in step.memory]
+    with pytest.raises(ShapeError, match=f"_step: .*{part}.*strides"):
+        step.run(layer)
+    for memory, untouched in zip(step.memory, before, strict=True):
+        torch.testing.assert_close(memory, untouched, rtol=0, atol=0, equal_nan=True)

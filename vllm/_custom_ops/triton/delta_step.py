@@ -16,7 +16,7 @@ from vllm._custom_ops.triton.causal_conv import convolve_token
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, load_row, softplus
-from vllm._custom_ops.triton.state_step import finish_step
+from vllm._custom_ops.triton.state_step import check_step, finish_step
 from vllm.utils.math import cdiv, next_power
 
 L2_EPSILON = tl.constexpr(1e-6)
@@ -156,6 +156,12 @@ def gated_delta_step(
     num_rows = state_offsets.shape[0]
     if not out_THV.shape[0] or not num_rows:
         return
+    check_step(
+        "gated_delta_step",
+        {"out": out_THV, "qkv": qkv_TC, "a": a_TH, "b": b_TH, "gate": gate_THV},
+        {"conv_weight": conv_weight_CK, "conv_state": conv_state},
+        state,
+    )
     num_heads, key_size, value_size = state.shape[1:]
     num_key_heads = (qkv_TC.shape[1] - num_heads * value_size) // (2 * key_size)
     rows = (state_offsets, cu_query_lens, seq_lens)

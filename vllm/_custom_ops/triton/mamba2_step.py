@@ -20,7 +20,7 @@ from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.mamba2_chunks import compute_dt
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, load_row
-from vllm._custom_ops.triton.state_step import finish_step
+from vllm._custom_ops.triton.state_step import check_step, finish_step
 from vllm.utils.math import cdiv, next_power
 
 _TILE = 64 * 128  # numbers of a state that a program holds
@@ -166,6 +166,9 @@ def mamba2_step(
     num_rows = state_offsets.shape[0]
     if not out_THP.shape[0] or not num_rows:
         return
+    heads = {"out": out_THP, "xbc": xbc_TC, "dt": dt_TH, "gate": gate_TC}
+    channels = {"conv_weight": conv_weight_CK, "conv_state": conv_state}
+    check_step("mamba2_step", heads, channels, state)
     num_heads, head_size, state_size = state.shape[1:]
     num_groups = (xbc_TC.shape[1] - num_heads * head_size) // (2 * state_size)
     rows = (state_offsets, cu_query_lens, seq_lens)

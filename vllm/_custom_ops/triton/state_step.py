@@ -7,6 +7,8 @@ This kernel does that, beside the gated norm, which waits for all heads of a gro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,7 @@ from vllm._custom_ops.triton.gated_norm import NORM_TILE, norm_gated
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, load_row
+from vllm.errors import ShapeError
 from vllm.utils.math import cdiv, next_power
 
 _CHANNELS = 1024  # of a program that moves a state
@@ -84,6 +87,41 @@ def _finish_step_kernel(
         tl.store(state + (TAPS - 2) * state_stride, newest, mask=is_channel)
 
 
+def check_step(
+    op: str,
+    heads: Mapping[str, Tensor | None],
+    channels: Mapping[str, Tensor],
+    state: Tensor,
+) -> None:
+    """Check what the kernels take for granted of the places of elements.
+
+    Args:
+        op: its name.
+        heads: tensors [T, ...] that are read or written across the heads of a token.
+        channels: tensors whose channels, the dimension before the last, are neighbours.
+        state: [units, ...], each unit contiguous.
+
+    Raises:
+        ShapeError: an element is not where it is looked for.
+    """
+    for name, x in heads.items():
+        if x is not None and not _has_neighbours(x):
+            raise ShapeError(
+                f"{op}: the heads of {name} must lie behind each other, its strides are "
+                f"{x.stride()} at a shape of {tuple(x.shape)}"
+            )
+    for name, x in channels.items():
+        if x.stride(-2) != 1:
+            raise ShapeError(f"{op}: {name} must be contiguous in C, its strides are {x.stride()}")
+    if not state[0].is_contiguous():
+        raise ShapeError(f"{op}: each unit of state must be contiguous, not {state.stride()}")
+
+
+def _has_neighbours(x: Tensor) -> bool:
+    """Whether the elements of a token, [C] or [H, P], lie behind each other."""
+    return x.stride(-1) == 1 and (x.dim() == 2 or x.shape[1] == 1 or x.stride(1) == x.shape[2])
+
+
 def finish_step(
     out_THP: Tensor,
     x_TC: Tensor,
@@ -98,12 +136,11 @@ def finish_step(
     """Norm the outputs of rows of one token in place, and move the states of their convolution.
 
     Args:
-        out_THP: outputs of the heads, which are neighbours in memory.
+        out_THP: outputs of the heads, such that `check_step` takes them.
         x_TC: inputs of the convolution.
         conv_state: [units, C, K - 1], as in `causal_conv1d`.
         rows: state_offsets, cu_query_lens and seq_lens.
-        norm: gate, its last dimensions as contiguous as those of the output, and weight; or None,
-            and the outputs stay.
+        norm: gate, as the outputs, and weight; or None, and the outputs stay.
         group_size: as in `gated_rms_norm`.
     """
     num_channels, size = x_TC.shape[1], out_THP[0].numel()
