@@ -50,6 +50,7 @@ class ForwardBatch:
         computed_lens: the latter on the device, int32 [B]; None where it was not made.
         kept_rows: like `logits_rows`, where the model gives no other hidden states: it leaves out
             all other tokens as soon as no layer can need them. None: it gives those of all.
+        cut: where some tokens stay behind before the last layer, or None.
         has_spare_tokens: whether tokens may follow those of the last row. Kernels find rows by
             their bounds; what attention and states leave for a spare token is zero.
     """
@@ -67,7 +68,25 @@ class ForwardBatch:
     computed_lens_cpu: tuple[int, ...] = ()
     computed_lens: Tensor | None = None
     kept_rows: Tensor | None = None
+    cut: Cut | None = None
     has_spare_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Behind the mixer of a layer only some tokens go on: no layer above can need the others.
+
+    Attributes:
+        layer: the decoder layer.
+        tokens: int64 [T'], those of the batch that go on, ascending.
+        batch: what the layers above are given, or None where no token goes on. A row's sequence
+            begins for them with the first token that any of its steps lets go on: lengths and block
+            tables leave out what is before it.
+    """
+
+    layer: int
+    tokens: Tensor
+    batch: ForwardBatch | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +113,9 @@ class AttentionState:
             that reads another's cache holds the same views as the owner.
         plans: (group index, kernel name) -> what that kernel's `plan()` returned for this batch.
             What a model plans for all layers of a group stands beside it under a name of its own.
+        behind_cut: the same for the batch behind the cut, or None where there is none.
     """
 
     caches: tuple[LayerCache | None, ...]
     plans: Mapping[tuple[int, str], Any]
+    behind_cut: AttentionState | None = None

@@ -141,6 +141,7 @@ class SequenceCache:
         num_published_tokens: tokens whose blocks have been offered to the prefix index.
         chain: (digest, token bytes) of each full grain of the token history, as far as computed.
         duplicates: grains whose content the index already had in another sequence's blocks.
+        goal: see NewRow.
         trail: its checkpoints.
     """
 
@@ -153,6 +154,7 @@ class SequenceCache:
     num_published_tokens: int = 0
     chain: list[tuple[bytes, bytes]] = field(default_factory=list)
     duplicates: list[int] = field(default_factory=list)
+    goal: int | None = None
     trail: CheckpointTrail = field(default_factory=CheckpointTrail)
 
 

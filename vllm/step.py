@@ -62,6 +62,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: how many already have their cache rows (prefix hit, fork).
         block_ids: for each group, the block table, all of it; -1 where nothing is stored.
+        goal: first position from which the sequence, or another one that shares its beginning, goes
+            on; None is the end of `token_ids`. See `find_first_token`.
         logits_processors: user callables (in-process engine only), else empty.
     """
 
@@ -72,7 +74,19 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: int
     block_ids: tuple[list[int], ...]
     sampling: RowSampling
+    goal: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
+
+
+def find_first_token(goal: int, reach: int, grain_tokens: int) -> int:
+    """Return the first token of a prompt that a layer is run for, a multiple of the grain.
+
+    Args:
+        goal: see NewRow.
+        reach: tokens before it that the layer has to be run for.
+        grain_tokens: a multiple of every block size.
+    """
+    return max(0, goal - reach) // grain_tokens * grain_tokens
 
 
 class BlockCopy(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

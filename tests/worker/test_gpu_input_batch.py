@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.worker.test_input_batch import GEOMETRIES, MAX_LEN, Known, RandomPlans, check, offset_of
 from vllm._custom_ops.naive import batch as naive
-from vllm.step import PlanRow, StepPlan
+from vllm.step import NewRow, PlanRow, RowSampling, StepPlan
 from vllm.worker import gpu_input_batch
 from vllm.worker.block_table import Int64Array
 from vllm.worker.gpu_input_batch import GpuInputBatch
@@ -185,3 +185,59 @@ def test_random_plans_equal_the_oracle(seed: int, is_padded: bool) -> None:
             known.computed += row.num_new_tokens
     assert num_decodes > 10
     assert num_padded > 10 if is_padded else num_padded == 0
+
+
+@pytest.mark.parametrize(
+    ("reach", "num_logprobs", "is_padded"),
+    [(64, None, False), (1990, None, True), (64, 1, True)],
+    ids=["cut", "within_reach", "with_prompt_logprobs"],
+)
+def test_prompts_that_were_cut_are_not_padded(
+    reach: int, num_logprobs: int | None, is_padded: bool
+) -> None:
+    """Padded steps let all tokens go on, which would read rows that were left out before."""
+    num_tokens = 2000
+    geometry = replace(GEOMETRIES[1], blocks_per_superblock=4, superblock_units=4 * 19)
+    batch = GpuInputBatch(
+        64,
+        2 * num_tokens,
+        4096,
+        [geometry],
+        torch.device("cpu"),
+        prompt_sizes=PROMPT_SIZES,
+        reaches=[(3, reach)],
+    )
+    blocks = list(range(-(-num_tokens // geometry.block_tokens)))
+    sampling = RowSampling(num_prompt_logprobs=num_logprobs)
+    new = NewRow(
+        seq_id=0,
+        branch=0,
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_ids=(blocks,),
+        sampling=sampling,
+    )
+    first = make_prompt_row(0, 1100)
+    step = batch.apply(StepPlan(step=0, new_rows=[new], rows=[first]))
+    assert step is not None
+    cut = step.batch.cut
+    if not is_padded:
+        assert batch.prompt_size is None
+        assert cut is not None
+        assert (cut.layer, cut.batch) == (3, None)
+    step = batch.apply(StepPlan(step=1, rows=[make_prompt_row(1100, 100)]))
+    assert step is not None
+    has_sizes = batch.prompt_size is not None
+    assert has_sizes == (is_padded and num_logprobs is None)
+    assert (step.batch.cut is not None) == (not is_padded)
+
+
+def make_prompt_row(num_computed: int, num_new: int) -> PlanRow:
+    return PlanRow(
+        seq_id=0,
+        num_computed_tokens=num_computed,
+        num_new_tokens=num_new,
+        new_block_ids=([],),
+        num_samples=0,
+    )

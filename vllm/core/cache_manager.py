@@ -51,6 +51,7 @@ class CacheManager:
         layout: CacheLayout,
         *,
         enable_prefix_caching: bool,
+        group_reaches: Sequence[int | None] = (),
         grain_tokens: int = DEFAULT_GRAIN_TOKENS,
     ) -> None:
         self._layout = layout
@@ -68,7 +69,7 @@ class CacheManager:
             else None
         )
         self._store = BlockStore(self.arena, self._index)
-        self._checkpoints = CheckpointKeeper(self._managers, self._store, grain)
+        self._checkpoints = CheckpointKeeper(self._managers, self._store, grain, group_reaches)
         self.grain_tokens = grain
         # Windows hold the old rows and the new ones in a step: shorter steps need less.
         has_windows = any(m.is_positional and not m.needs_whole_prefix for m in self._managers)
@@ -115,10 +116,9 @@ class CacheManager:
 
     def record_query(self, num_tokens: int, hit: PrefixHit) -> None:
         """Count an admitted prompt in the hit statistics."""
-        if self._index is None:
-            return
-        self.num_query_tokens += num_tokens
-        self.num_hit_tokens += hit.num_tokens
+        if self._index is not None:
+            self.num_query_tokens += num_tokens
+            self.num_hit_tokens += hit.num_tokens
 
     def cut_chunk(self, cache: SequenceCache, num_computed: int, num_new: int) -> int:
         """Return how many of `num_new` tokens to compute in one step.
@@ -279,6 +279,7 @@ class CacheManager:
             duplicates=[
                 d for d in cache.duplicates if (d + 1) * self.grain_tokens <= num_published
             ],
+            goal=cache.goal,
         )
 
     def free(
@@ -384,7 +385,7 @@ class CacheManager:
         """Offer one grain; False if the index has the content in other blocks for some group."""
         is_new = True
         for group, manager in enumerate(self._managers):
-            if manager.is_positional:
+            if manager.is_positional and self._checkpoints.is_complete(cache, group, number):
                 per_grain = self.grain_tokens // manager.block_tokens
                 table = tuple(cache.tables[group][number * per_grain : (number + 1) * per_grain])
                 if table.count(NO_BLOCK) < per_grain:

@@ -15,7 +15,7 @@ from vllm.core.block.abstract import BlockManager
 from vllm.core.block_store import BlockStore
 from vllm.core.prefix_history import PrefixHistory
 from vllm.sequence import SequenceCache
-from vllm.step import BlockCopy
+from vllm.step import BlockCopy, find_first_token
 
 FOR_EVER = 1 << 62
 
@@ -47,6 +47,10 @@ class CheckpointKeeper:
     A copy is made before the step that would overwrite the state, and listed in the prefix index
     when the planning of that step ends: nobody can resume from it in the step that writes it.
 
+    Args:
+        group_reaches: by group, the last tokens before a goal that all of its layers compute; None
+            where they compute every token.
+
     Attributes:
         is_active: whether there is anything to do for these groups.
         generation: of the prefix index; sequences of another one leave no checkpoints.
@@ -57,10 +61,12 @@ class CheckpointKeeper:
         managers: Sequence[BlockManager],
         store: BlockStore,
         grain_tokens: int,
+        group_reaches: Sequence[int | None] = (),
     ) -> None:
         self._managers = tuple(managers)
         self._store = store
         self._grain = grain_tokens
+        self._reaches = tuple(group_reaches) or (None,) * len(managers)
         self._states = tuple(g for g, m in enumerate(managers) if not m.is_positional)
         self._recent = tuple(
             g for g, m in enumerate(managers) if m.is_positional and not m.needs_whole_prefix
@@ -86,6 +92,7 @@ class CheckpointKeeper:
         index.extend_chain(cache.chain, token_ids, num_grains, cache.salt)
         fork = self._history.match(cache.chain, num_grains)
         grains = {fork, num_grains} - {0}
+        cache.goal = len(token_ids)
         cache.trail.marks = tuple(number * self._grain for number in sorted(grains))
 
     def cut(self, cache: SequenceCache, num_computed: int, num_new: int) -> int:
@@ -126,6 +133,15 @@ class CheckpointKeeper:
                 self._store.index.note_hit(group, block)
         if self.is_active:
             self._history.note(cache.chain)
+        ahead = [mark for mark in cache.trail.marks if mark > cache.num_published_tokens]
+        cache.goal = min(ahead, default=cache.goal)
+
+    def is_complete(self, cache: SequenceCache, group: int, number: int) -> bool:
+        """Whether every layer of a group computes the rows of grain `number` of a sequence."""
+        reach = self._reaches[group]
+        if reach is None or cache.goal is None:
+            return True
+        return number * self._grain >= find_first_token(cache.goal, reach, self._grain)
 
     def finish_growth(self, cache: SequenceCache, end: int, wish: Wish | None) -> int:
         """Take note that a step up to `end` is planned, and grant its wish.

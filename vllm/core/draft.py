@@ -110,5 +110,6 @@ def _make_new_row(sequence: Sequence) -> NewRow:
         num_computed_tokens=sequence.num_computed_tokens,
         block_ids=tuple(list(table) for table in sequence.cache.tables),
         sampling=sequence.sampling,
+        goal=sequence.cache.goal,
         logits_processors=sequence.state.request.logits_processors,
     )

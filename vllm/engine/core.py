@@ -38,6 +38,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.executor import make_executor
 from vllm.executor.abstract import Executor, RankReport, Ticket
 from vllm.hybrid.grouping import group_layers
+from vllm.hybrid.reach import find_group_reaches
 from vllm.hybrid.report import AllocationTrace, log_start
 from vllm.logger import init_logger
 from vllm.sequence import SequenceResult
@@ -83,7 +84,10 @@ class EngineCore:
         )
         executor.initialize_cache(layout)
         cache = CacheManager(
-            groups[0], layout, enable_prefix_caching=config.cache_config.enable_prefix_caching
+            groups[0],
+            layout,
+            enable_prefix_caching=config.cache_config.enable_prefix_caching,
+            group_reaches=find_group_reaches(reports[0].cache_specs, groups[0]),
         )
         self.scheduler = Scheduler(config.scheduler_config, cache)
         self._structured = StructuredOutput(config.model_config.vocab_size)

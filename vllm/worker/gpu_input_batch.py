@@ -18,10 +18,10 @@ from torch import Tensor
 
 from vllm._custom_ops.batch import prepare_decode_group, prepare_decode_tokens
 from vllm.batch import ForwardBatch, GroupBatch
-from vllm.step import PlanRow
+from vllm.step import PlanRow, find_first_token
 from vllm.worker.block_table import GroupGeometry, Int64Array
 from vllm.worker.device_table import DeviceBlockTable
-from vllm.worker.input_batch import BatchRow, InputBatch
+from vllm.worker.input_batch import BatchRow, InputBatch, want_logprobs
 from vllm.worker.mixed_rows import MixedRows, SentRows
 from vllm.worker.prompt_buffers import PromptBuffers
 from vllm.worker.prompt_size import PromptSize, find_prompt_size
@@ -67,6 +67,7 @@ class GpuInputBatch(InputBatch):
         geometries: the KV cache groups.
         decode_sizes: rows that decode steps are padded to, ascending.
         prompt_sizes: what small steps with prompts are padded to, ascending.
+        reaches: see InputBatch.
 
     Attributes:
         last_tokens: int64 [rows + 1], the newest token of every persistent row, and one that
@@ -83,11 +84,12 @@ class GpuInputBatch(InputBatch):
         device: torch.device,
         decode_sizes: Sequence[int] = (),
         prompt_sizes: Sequence[PromptSize] = (),
+        reaches: Sequence[tuple[int, int]] = (),
     ) -> None:
         # Rows that a step drops stay until it comes, so that there may be more than it computes.
         num_rows = 2 * max_num_seqs
         self._device_tables: list[DeviceBlockTable] = []
-        super().__init__(num_rows, max_model_len, geometries, device)
+        super().__init__(num_rows, max_model_len, geometries, device, reaches)
         self._max_model_len = max_model_len
         self._decode_sizes = tuple(decode_sizes)
         self._prompt_sizes = tuple(prompt_sizes)
@@ -211,19 +213,29 @@ class GpuInputBatch(InputBatch):
         """Build any step; decode rows come first."""
         mixed = MixedRows.collect(plan_rows, rows, sampled, self._token_ids)
         self._send_changes()
-        has_logprobs = any(
-            row.state.params.num_prompt_logprobs is not None
-            and planned.num_computed_tokens + 1 < row.num_prompt_tokens
-            for planned, row in zip(plan_rows, rows, strict=True)
-        )
+        has_logprobs = want_logprobs(plan_rows, rows)
         self.prompt_size = None
-        if not has_logprobs:  # padded steps give the hidden states of sampled tokens alone
+        # Padded steps give the hidden states of sampled tokens alone, and are never cut.
+        if not has_logprobs and not self._have_been_cut(plan_rows, rows):
             self.prompt_size = find_prompt_size(
                 self._prompt_sizes, mixed.new_lens, mixed.computed_lens
             )
         if self.prompt_size is None:
-            return self._send_mixed(mixed, needs_all_rows=has_logprobs)
+            batch = self._send_mixed(mixed, needs_all_rows=has_logprobs)
+            new, computed = mixed.new_lens, mixed.computed_lens
+            return self._cut(batch, rows, new, computed, sampled, self._ring.upload)
         return self._send_padded(mixed, self.prompt_size)
+
+    def _have_been_cut(self, plan_rows: Sequence[PlanRow], rows: Sequence[BatchRow]) -> bool:
+        """Whether earlier tokens of a prompt stayed behind, so that its next ones must be cut."""
+        if not self._reaches:
+            return False
+        least = min(reach for _, reach in self._reaches)
+        return any(
+            row.num_entry_tokens < planned.num_computed_tokens < row.goal - 1
+            and find_first_token(row.goal, least, self._cut_grain) > row.num_entry_tokens
+            for planned, row in zip(plan_rows, rows, strict=True)
+        )
 
     def _send_padded(self, mixed: MixedRows, size: PromptSize) -> ForwardBatch:
         """Send a step's rows with padding; `prepare_prompts` makes the tensors of it."""

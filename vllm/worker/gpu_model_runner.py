@@ -8,14 +8,14 @@ it knows no requests and no owners of blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm.attention.backends.paged_attn import PagedAttention
-from vllm.batch import AttentionState, ForwardBatch
+from vllm.batch import ForwardBatch
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.sampler import PendingSamples, Sampler, SampleRequest
 from vllm.model_executor.models.interfaces import TextModel
@@ -54,6 +54,7 @@ class GpuModelRunner:
     Args:
         cache: this rank's cache.
         kernels: kernel of each attention layer.
+        reaches: see InputBatch.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class GpuModelRunner:
         *,
         limits: RunnerLimits,
         device: torch.device,
+        reaches: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._model = model
         self._cache = cache
@@ -85,6 +87,7 @@ class GpuModelRunner:
             device,
             decode_sizes=decode_sizes,
             prompt_sizes=self.prompt_sizes,
+            reaches=reaches,
         )
         self._has_graphs = limits.has_graphs
         self._decodes = StepGraphs(self.run_decode, decode_sizes, "decode steps")
@@ -116,8 +119,8 @@ class GpuModelRunner:
 
     def run_forward(self, batch: ForwardBatch) -> Tensor:
         """Queue one forward pass; [T, E]."""
-        plans = PagedAttention.plan(batch, self._kernels)
-        return self._model.forward(batch, AttentionState(caches=self._cache.caches, plans=plans))
+        attention = PagedAttention.prepare(batch, self._kernels, self._cache.caches)
+        return self._model.forward(batch, attention)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:

@@ -111,7 +111,13 @@ def make_runner(
 ) -> GpuModelRunner:
     """Return a runner that is ready for steps, its graphs captured."""
     runner = GpuModelRunner(
-        model, cache, layers.kernel_names, tp, limits=read_limits(config, layers), device=device
+        model,
+        cache,
+        layers.kernel_names,
+        tp,
+        limits=read_limits(config, layers),
+        device=device,
+        reaches=layers.reaches,
     )
     runner.capture()
     return runner

@@ -7,8 +7,9 @@ token; for a decode row only what its plan row holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from vllm.batch import ForwardBatch, GroupBatch
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.step import NewRow, PlanRow, StepPlan
 from vllm.worker.block_table import BlockTable, GroupGeometry, Int64Array
+from vllm.worker.cut_batch import FIRST_TOKEN_GRAIN, RowLens, Sender, make_cut
+
+_MIN_SPARED_TOKENS = 32
+"""Of a step; with fewer the last MLP of all tokens costs less than leaving the fused layers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,12 +33,16 @@ class BatchRow:
     Attributes:
         index: its place in the persistent arrays.
         num_tokens: prompt and output tokens known.
+        num_entry_tokens: cache rows that it came with.
+        goal: see NewRow; 0 where none of its tokens may stay behind at a cut.
     """
 
     index: int
     seq_id: int
     num_tokens: int
     num_prompt_tokens: int
+    num_entry_tokens: int
+    goal: int
     state: SamplingState
 
 
@@ -65,6 +74,7 @@ class InputBatch:
         max_num_seqs: rows to make room for; more are taken when they come.
         max_model_len: most tokens of a sequence.
         geometries: the KV cache groups.
+        reaches: (layer, the last tokens of prompts that go on behind it), layers ascending.
     """
 
     def __init__(
@@ -73,8 +83,12 @@ class InputBatch:
         max_model_len: int,
         geometries: Sequence[GroupGeometry],
         device: torch.device,
+        reaches: Sequence[tuple[int, int]] = (),
     ) -> None:
         capacity = max(1, max_num_seqs)
+        self._reaches = tuple(reaches)
+        block_tokens = (g.block_tokens for g in geometries if not g.is_per_sequence)
+        self._cut_grain = math.lcm(FIRST_TOKEN_GRAIN, *block_tokens)
         self._device = device
         self._max_tokens = max_model_len + 1  # the token sampled at the last position
         self._token_ids: Int64Array = np.zeros((capacity, self._max_tokens), dtype=np.int64)
@@ -139,6 +153,8 @@ class InputBatch:
             self._grow()
         index = self._free.pop()
         num_tokens = len(new.token_ids)
+        has_logprobs = new.sampling.num_prompt_logprobs is not None
+        goal = num_tokens if new.goal is None else new.goal
         self._token_ids[index, :num_tokens] = new.token_ids
         for table, block_ids in zip(self._tables, new.block_ids, strict=True):
             table.set_row(index, block_ids)
@@ -147,6 +163,8 @@ class InputBatch:
             seq_id=new.seq_id,
             num_tokens=num_tokens,
             num_prompt_tokens=new.num_prompt_tokens,
+            num_entry_tokens=new.num_computed_tokens,
+            goal=0 if has_logprobs or not self._reaches else goal,
             state=SamplingState(new),
         )
 
@@ -202,17 +220,44 @@ class InputBatch:
         starts = np.repeat(computed - cu_query_lens[:-1], new)
         positions = np.arange(len(token_rows), dtype=np.int64) + starts
         max_seq_len = int(seq_lens.max())
-        return ForwardBatch(
+        logits_rows = self._tensor(cu_query_lens[1:][sampled].astype(np.int64) - 1)
+        is_worth_it = len(token_rows) - len(sampled) >= _MIN_SPARED_TOKENS
+        batch = ForwardBatch(
             input_ids=self._tensor(self._token_ids[token_rows, positions]),
             positions=self._tensor(positions),
             cu_query_lens=self._tensor(cu_query_lens),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            logits_rows=self._tensor(cu_query_lens[1:][sampled].astype(np.int64) - 1),
+            logits_rows=logits_rows,
             groups=self._build_groups(indices, token_rows, positions, max_seq_len),
             max_query_len=int(new.max()),
             max_seq_len=max_seq_len,
             num_decode_rows=int(np.count_nonzero(new == 1)),
+            kept_rows=logits_rows if is_worth_it and not want_logprobs(plan_rows, rows) else None,
         )
+        return self._cut(batch, rows, new, computed, sampled, self._send)
+
+    def _cut(
+        self,
+        batch: ForwardBatch,
+        rows: Sequence[BatchRow],
+        new: Int64Array,
+        computed: Int64Array,
+        sampled: Sequence[int],
+        send: Sender,
+    ) -> ForwardBatch:
+        """Return a step that is not padded with its cuts; `new` and `computed` are of its rows."""
+        if not self._reaches:
+            return batch
+        lens = RowLens(
+            new=new,
+            computed=computed,
+            goals=np.array([row.goal for row in rows], dtype=np.int64),
+            sampled=np.array(sampled, dtype=np.int64),
+        )
+        return replace(batch, cut=make_cut(batch, lens, self._reaches, self._cut_grain, send))
+
+    def _send(self, arrays: Sequence[Int64Array]) -> list[Tensor]:
+        return [self._tensor(array) for array in arrays]
 
     def _build_groups(
         self,
@@ -233,3 +278,12 @@ class InputBatch:
     def _tensor(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+
+def want_logprobs(plan_rows: Sequence[PlanRow], rows: Sequence[BatchRow]) -> bool:
+    """Whether a step predicts prompt tokens whose log-probabilities somebody wants."""
+    return any(
+        row.state.params.num_prompt_logprobs is not None
+        and planned.num_computed_tokens + 1 < row.num_prompt_tokens
+        for planned, row in zip(plan_rows, rows, strict=True)
+    )

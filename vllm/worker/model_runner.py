@@ -7,13 +7,12 @@ ranks rank 0 chooses the tokens and tells the others, so that the rows of all ra
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from vllm.attention.backends.paged_attn import PagedAttention
-from vllm.batch import AttentionState
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.sampler import Sampler, SampleRequest, SampleResult
 from vllm.model_executor.models.interfaces import TextModel
@@ -30,6 +29,7 @@ class ModelRunner:
     Args:
         cache: this rank's cache.
         kernels: kernel of each attention layer.
+        reaches: see InputBatch.
     """
 
     def __init__(
@@ -42,13 +42,16 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
+        reaches: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._model = model
         self._cache = cache
         self._tp = tp
         self._device = device
         self._sampler = Sampler()
-        self._input_batch = InputBatch(max_num_seqs, max_model_len, cache.geometries, device)
+        self._input_batch = InputBatch(
+            max_num_seqs, max_model_len, cache.geometries, device, reaches
+        )
         self._kernels = list_group_kernels(cache, kernels)
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -63,8 +66,7 @@ class ModelRunner:
         step = self._input_batch.apply(plan)
         if step is None:
             return StepOutput(step=plan.step, rows=[])
-        plans = PagedAttention.plan(step.batch, self._kernels)
-        attention = AttentionState(caches=self._cache.caches, plans=plans)
+        attention = PagedAttention.prepare(step.batch, self._kernels, self._cache.caches)
         hidden_TE = self._model.forward(step.batch, attention)
         prompt_logprobs = collect_prompt_logprobs(
             step, hidden_TE, self._model.compute_logits, self._input_batch

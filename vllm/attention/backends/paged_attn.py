@@ -6,7 +6,7 @@ layer was decided by the selector at load time; nothing is chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm.attention.backends.abstract import AttentionParams
 from vllm.attention.backends.table import load_backend, rank_kernels
-from vllm.batch import ForwardBatch, LayerCache
+from vllm.batch import AttentionState, ForwardBatch, LayerCache
 
 
 class PagedAttention:
@@ -26,6 +26,20 @@ class PagedAttention:
     ) -> Mapping[tuple[int, str], Any]:
         """Let every (group, kernel) in use prepare its metadata for this batch."""
         return {key: load_backend(key[1]).plan(batch, key[0]) for key in kernels}
+
+    @staticmethod
+    def prepare(
+        batch: ForwardBatch,
+        kernels: Sequence[tuple[int, str]],
+        caches: tuple[LayerCache | None, ...],
+    ) -> AttentionState:
+        """Return what the layers need for this batch, and for those behind its cuts."""
+        inner = None if batch.cut is None else batch.cut.batch
+        return AttentionState(
+            caches=caches,
+            plans=PagedAttention.plan(batch, kernels),
+            behind_cut=None if inner is None else PagedAttention.prepare(inner, kernels, caches),
+        )
 
     @staticmethod
     def forward(

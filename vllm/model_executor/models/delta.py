@@ -5,6 +5,7 @@ Passed on by decoder blocks, so that adding and the norms around it are one pass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,10 +25,6 @@ class Delta:
     x_TE: Tensor
     norm: RMSNorm | None
 
-    def keep(self, rows_L: Tensor) -> Delta:
-        """Return that of some tokens, [L, E]."""
-        return Delta(x_TE=self.x_TE[rows_L], norm=self.norm)
-
     def finish(self) -> Tensor:
         """Return what is to be added."""
         return self.x_TE if self.norm is None else self.norm.apply_in_place(self.x_TE)
@@ -40,3 +37,29 @@ def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Ten
     if delta.norm is None:
         return norm.add_and_norm(delta.x_TE, residual_TE)
     return norm.norm_add_and_norm(delta.norm, delta.x_TE, residual_TE)
+
+
+def keep_tokens(
+    delta: Delta | None, residual_TE: Tensor, tokens_L: Tensor
+) -> tuple[Delta | None, Tensor]:
+    """Return what `tokens_L`, int64 indices, have of delta and residual stream, [L, E] each."""
+    kept = None if delta is None else Delta(x_TE=delta.x_TE[tokens_L], norm=delta.norm)
+    return kept, residual_TE[tokens_L]
+
+
+def spread(hidden_TE: Tensor, cuts: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """Return the hidden states of a whole step, zero for tokens that stayed behind; [T, E].
+
+    Args:
+        hidden_TE: of the tokens behind the last cut.
+        cuts: int64, the tokens that went on at each cut, among those that went on before.
+        num_tokens: T of the step.
+    """
+    if not cuts:
+        return hidden_TE
+    tokens = cuts[0]
+    for inner in cuts[1:]:
+        tokens = tokens[inner]
+    whole_TE = hidden_TE.new_zeros(num_tokens, hidden_TE.shape[1])
+    whole_TE[tokens] = hidden_TE
+    return whole_TE

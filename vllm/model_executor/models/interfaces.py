@@ -51,7 +51,8 @@ class TextModel(Protocol):
     def forward(self, batch: ForwardBatch, attention: AttentionState) -> Tensor:
         """Return the hidden states after the last norm, [T, hidden_size].
 
-        Where the batch names `kept_rows`, those of these tokens alone, [L, hidden_size].
+        Where the batch names `kept_rows`, those of these tokens alone, [L, hidden_size]. Those of
+        tokens that stayed behind at a cut are zero.
         """
         ...
 
