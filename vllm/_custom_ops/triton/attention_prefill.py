@@ -31,32 +31,13 @@ from vllm.utils.math import cdiv
 
 @triton.jit
 def _attend_tile(
-    biggest,
-    total,
-    main,
-    tail,
-    query_main,
-    query_tail,
-    query_position,
+    sums,
+    query,
     begin,
-    first,
-    last,
-    key_head,
-    value_head,
-    fresh_key_head,
-    fresh_value_head,
-    table,
-    num_cached,
-    first_fresh,
-    scale,
-    soft_cap,
-    window,
-    sink_tokens,
-    chunk_tokens,
-    unit_stride,
-    token_stride,
-    fresh_token_stride,
-    value_token_stride,
+    view,
+    rows,
+    strides,
+    scaling,
     BLOCK_N: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -71,7 +52,23 @@ def _attend_tile(
     IS_MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Let a tile of queries see the keys from `begin` on; `tail` is unused where TAIL is 0."""
+    """Let a tile of queries see the keys from `begin` on; tails are unused where TAIL is 0.
+
+    Args:
+        sums: greatest logit, sum of weights, main and tail of what was read so far.
+        query: main, tail and positions.
+        view: first and last key that some query sees, window, sink tokens, chunk.
+        rows: keys and values in the cache, new keys and values, block table, rows in the cache,
+            place of the first new one.
+        strides: of units, tokens in the cache, new keys and new values.
+        scaling: factor of the logits, soft cap.
+    """
+    biggest, total, main, tail = sums
+    query_main, query_tail, query_position = query
+    first, last, window, sink_tokens, chunk_tokens = view
+    key_head, value_head, fresh_key_head, fresh_value_head, table, num_cached, first_fresh = rows
+    unit_stride, token_stride, fresh_token_stride, value_token_stride = strides
+    scale, soft_cap = scaling
     position = begin + tl.arange(0, BLOCK_N)
     is_read = position <= last
     if not IS_CAUSAL_ONLY:
@@ -215,6 +212,7 @@ def _prefill_kernel(
     if HAS_SINKS:
         biggest = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks + head) * 1.4426950408889634
         total += 1.0
+    sums = (biggest, total, main, tail)
 
     position = num_computed + start
     last = tl.minimum(position + BLOCK_M, seq_len) - 1
@@ -236,12 +234,15 @@ def _prefill_kernel(
     table = block_offsets + row.to(tl.int64) * table_stride
     num_cached = num_computed if HAS_FRESH else seq_len
     first_fresh = tl.load(cu_key_lens + row + 1) - query_len
+    query_parts = (query_main, query_tail, query_position)
+    view = (first, last, window, sink_tokens, chunk_tokens)
+    rows = (
+        key_head, value_head, fresh_key_head, fresh_value_head, table, num_cached, first_fresh,
+    )  # fmt: skip
+    strides = (unit_stride, token_stride, fresh_token_stride, value_token_stride)
     for tile in tl.range(whole_begin, whole_end, num_stages=NUM_STAGES):
-        biggest, total, main, tail = _attend_tile(
-            biggest, total, main, tail, query_main, query_tail, query_position,
-            tile * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
-            table, num_cached, first_fresh, scale, soft_cap, window, sink_tokens, chunk_tokens,
-            unit_stride, token_stride, fresh_token_stride, value_token_stride,
+        sums = _attend_tile(
+            sums, query_parts, tile * BLOCK_N, view, rows, strides, (scale, soft_cap),
             BLOCK_N, HEAD_SIZE, VALUE_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH,
             HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, False, PRECISION,
         )  # fmt: skip
@@ -249,15 +250,12 @@ def _prefill_kernel(
     num_masked = num_before + last // BLOCK_N + 1 - whole_end
     for tile in tl.range(0, num_masked, num_stages=NUM_STAGES):
         index = _masked_tile(tile, num_before, whole_end, num_sink_tiles, first_tile)
-        biggest, total, main, tail = _attend_tile(
-            biggest, total, main, tail, query_main, query_tail, query_position,
-            index * BLOCK_N, first, last, key_head, value_head, fresh_key_head, fresh_value_head,
-            table, num_cached, first_fresh, scale, soft_cap, window, sink_tokens, chunk_tokens,
-            unit_stride, token_stride, fresh_token_stride, value_token_stride,
+        sums = _attend_tile(
+            sums, query_parts, index * BLOCK_N, view, rows, strides, (scale, soft_cap),
             BLOCK_N, HEAD_SIZE, VALUE_SIZE, MAIN, TAIL, BLOCK_TOKENS, HAS_CACHE, HAS_FRESH,
             HAS_SOFT_CAP, HAS_ONE_FIELD, IS_CAUSAL_ONLY, True, PRECISION,
         )  # fmt: skip
-
+    _, total, main, tail = sums
     out_rows = out + query_token * out_token_stride + head * out_head_stride
     store_head(out_rows, main, tail, total, is_query, MAIN, VALUE_TAIL, VALUE_SIZE)
 
