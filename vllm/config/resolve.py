@@ -125,6 +125,8 @@ def _override_rope(
     config: dict[str, Any], scaling: Mapping[str, Any] | None, theta: float | None
 ) -> None:
     """Replace the rotary settings, where layer types differ those of the full layers."""
+    if theta is not None and not 0 < theta < math.inf:
+        raise ConfigError(f"rope_theta must be a number above 0, got {theta}")
     known = config.get("rope_parameters") or {}
     is_nested = bool(known) and "rope_type" not in known
     group = known.get("full_attention", {}) if is_nested else known
@@ -212,9 +214,10 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, device: str) -> Sch
         raise ConfigError(
             f"scheduling_policy {args.scheduling_policy!r} is unknown; allowed: fcfs, priority"
         )
-    if args.scheduler_delay_factor < 0:
+    if not 0 <= args.scheduler_delay_factor < math.inf:
         raise ConfigError(
-            f"scheduler_delay_factor may not be negative, got {args.scheduler_delay_factor}"
+            "scheduler_delay_factor must be a number that may not be negative, got "
+            f"{args.scheduler_delay_factor}"
         )
     return SchedulerConfig(
         max_num_batched_tokens=budget,

@@ -37,6 +37,10 @@ def server_args(*flags: str) -> ServerArgs:
         (["--config", "x.txt"], ".yaml"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--uvicorn-log-level", "loud"], "loud"),
+        (["--shutdown-timeout", "-1"], "0 or more"),
+        (["--shutdown-timeout", "nan"], "0 or more"),
+        (["--max-log-len", "-1"], "0 or more"),
+        (["--ssl-cert-reqs", "7"], "7"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

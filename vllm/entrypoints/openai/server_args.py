@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import ssl
 from dataclasses import dataclass, field, fields
 
@@ -93,6 +94,22 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number, 0 or more, got {text!r}")
+    return int(text)
+
+
 def add_server_args(parser: FlexibleArgumentParser) -> None:
     """Add the server's flags, in groups."""
     _add_network_args(parser)
@@ -128,6 +145,7 @@ def _add_network_args(parser: FlexibleArgumentParser) -> None:
         "--ssl-cert-reqs",
         metavar="N",
         type=int,
+        choices=tuple(map(int, ssl.VerifyMode)),
         default=int(ssl.CERT_NONE),
         help="whether clients need a certificate: 0 no, 1 optional, 2 yes",
     )
@@ -142,7 +160,7 @@ def _add_network_args(parser: FlexibleArgumentParser) -> None:
     group.add_argument(
         "--shutdown-timeout",
         metavar="SECONDS",
-        type=float,
+        type=_seconds,
         default=30.0,
         help="seconds that running requests get to finish after SIGTERM or Ctrl-C",
     )
@@ -214,7 +232,7 @@ def _add_log_args(parser: FlexibleArgumentParser) -> None:
     group.add_argument(
         "--max-log-len",
         metavar="N",
-        type=int,
+        type=_count,
         default=None,
         help="most characters and ids of a prompt in the log; all if unset",
     )
