@@ -18,10 +18,6 @@ from vllm.batch import Cut, ForwardBatch, GroupBatch
 from vllm.step import find_first_token
 from vllm.worker.block_table import Int64Array
 
-FIRST_TOKEN_GRAIN = 512
-"""The first token that goes on is a multiple of this: as keys are summed up in parts of so many on
-a CPU, a row gives the same bits whether it is cut or not."""
-
 Sender = Callable[[Sequence[Int64Array]], Sequence[Tensor]]
 """Brings int64 arrays to the device."""
 

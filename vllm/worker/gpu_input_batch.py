@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vllm._custom_ops.batch import prepare_decode_group, prepare_decode_tokens
 from vllm.batch import ForwardBatch, GroupBatch
+from vllm.core.cache_manager import DEFAULT_GRAIN_TOKENS
 from vllm.step import PlanRow, find_first_token
 from vllm.worker.block_table import GroupGeometry, Int64Array
 from vllm.worker.device_table import DeviceBlockTable
@@ -74,6 +75,8 @@ class GpuInputBatch(InputBatch):
             padding reads.
         prompt_size: what the step with prompts that was built last was padded to, or None.
     """
+
+    _first_token_grain = DEFAULT_GRAIN_TOKENS
 
     def __init__(
         self,

@@ -20,10 +20,14 @@ from vllm.batch import ForwardBatch, GroupBatch
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.step import NewRow, PlanRow, StepPlan
 from vllm.worker.block_table import BlockTable, GroupGeometry, Int64Array
-from vllm.worker.cut_batch import FIRST_TOKEN_GRAIN, RowLens, Sender, make_cut
+from vllm.worker.cut_batch import RowLens, Sender, make_cut
 
 _MIN_SPARED_TOKENS = 32
 """Of a step; with fewer the last MLP of all tokens costs less than leaving the fused layers."""
+
+_KEY_PART = 512
+"""Keys that attention on a CPU sums up at a time: where the first token that goes on behind a cut
+is a multiple of it, a row gives the same bits whether it is cut or not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,8 @@ class InputBatch:
         reaches: (layer, the last tokens of prompts that go on behind it), layers ascending.
     """
 
+    _first_token_grain = _KEY_PART
+
     def __init__(
         self,
         max_num_seqs: int,
@@ -88,7 +94,7 @@ class InputBatch:
         capacity = max(1, max_num_seqs)
         self._reaches = tuple(reaches)
         block_tokens = (g.block_tokens for g in geometries if not g.is_per_sequence)
-        self._cut_grain = math.lcm(FIRST_TOKEN_GRAIN, *block_tokens)
+        self._cut_grain = math.lcm(self._first_token_grain, *block_tokens)
         self._device = device
         self._max_tokens = max_model_len + 1  # the token sampled at the last position
         self._token_ids: Int64Array = np.zeros((capacity, self._max_tokens), dtype=np.int64)
