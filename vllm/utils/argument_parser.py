@@ -26,6 +26,13 @@ def parse_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
 
 
+def parse_positive(text: str) -> int:
+    """Return a number of at least 1; raises argparse.ArgumentTypeError otherwise."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
 class StoreBoolean(argparse.Action):
     """A switch: `--x`, `--no-x`, `--x true`, `--x=false`."""
 

@@ -22,6 +22,7 @@ from vllm.entrypoints.cli.bench.dataset import (
 )
 from vllm.entrypoints.cli.bench.load_client import RequestResult
 from vllm.entrypoints.cli.bench.serve import pace_samples
+from vllm.entrypoints.cli.bench.serve_args import make_parser as make_serve_parser
 from vllm.entrypoints.cli.bench.serve_report import make_report
 from vllm.entrypoints.cli.bench.summary import describe_times, find_percentiles
 from vllm.errors import ConfigError
@@ -249,6 +250,32 @@ def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[s
     assert main(["throughput", "--model", "x", *flags]) == 1
     assert words in capsys.readouterr().err
     assert main(["thruput"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--num-prompts", "0"],
+        ["serve", "--request-rate", "0"],
+        ["serve", "--request-rate", "nan"],
+        ["serve", "--max-concurrency", "0"],
+        ["latency", "--num-iters", "0"],
+        ["latency", "--batch-size", "-1"],
+        ["throughput", "--num-prompts", "0"],
+        ["hybrid", "--output-len", "0"],
+    ],
+    ids=" ".join,
+)
+def test_loads_of_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--model", "x"])
+    assert f"argument {arguments[1]}: expected a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["lmdeploy", "scalellm", "sglang"])
+def test_servers_that_speak_openai(backend: str) -> None:
+    args = make_serve_parser().parse_args(["--model", "x", "--backend", backend])
+    assert args.backend == backend
 
 
 def test_results_do_not_depend_on_the_event_loop() -> None:

@@ -26,7 +26,7 @@ from vllm.entrypoints.cli.hybrid import parse_bytes
 from vllm.errors import ConfigError
 from vllm.sequence import SequenceRequest
 from vllm.step import RowSampling
-from vllm.utils.argument_parser import FlexibleArgumentParser
+from vllm.utils.argument_parser import FlexibleArgumentParser, parse_positive
 
 if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
@@ -67,10 +67,18 @@ def make_parser() -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(prog="vllm bench hybrid", description=__doc__)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--input-len", type=int, default=512, help="tokens of each prompt")
-    group.add_argument("--output-len", type=int, default=256, help="tokens of each answer")
     group.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16], help="requests at once"
+        "--input-len", type=parse_positive, default=512, help="tokens of each prompt"
+    )
+    group.add_argument(
+        "--output-len", type=parse_positive, default=256, help="tokens of each answer"
+    )
+    group.add_argument(
+        "--batch-sizes",
+        type=parse_positive,
+        nargs="+",
+        default=[1, 4, 8, 16],
+        help="requests at once",
     )
     group.add_argument(
         "--kv-bytes", type=parse_bytes, default=None, help="cache of both engines (as served)"

@@ -21,7 +21,7 @@ from vllm.errors import ConfigError
 from vllm.platforms import get_platform
 from vllm.platforms.detect import find_cuda_fault, find_device
 from vllm.transformers_utils.dtype import resolve_dtype
-from vllm.utils.argument_parser import FlexibleArgumentParser
+from vllm.utils.argument_parser import FlexibleArgumentParser, parse_positive
 
 if TYPE_CHECKING:
     from vllm.attention.measure.cells import Cell
@@ -78,7 +78,9 @@ def make_parser() -> FlexibleArgumentParser:
         ("--prompt-lens", "tokens of a prompt, computed alone"),
     ):
         group.add_argument(flag, type=int, nargs="+", default=None, help=f"{text} (by device)")
-    group.add_argument("--runs", type=int, default=15, help="runs of each kernel on each load")
+    group.add_argument(
+        "--runs", type=parse_positive, default=15, help="runs of each kernel on each load"
+    )
     group.add_argument("--output-json", default=None, metavar="FILE", help="where to write results")
     group.add_argument("--output-png", default=None, metavar="FILE", help="where to draw them")
     group.add_argument(

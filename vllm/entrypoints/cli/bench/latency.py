@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.bench.summary import find_percentiles, write_json
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import BeamSearchParams, SamplingParams
-from vllm.utils.argument_parser import FlexibleArgumentParser
+from vllm.utils.argument_parser import FlexibleArgumentParser, parse_positive
 
 RANKS = (10, 25, 50, 75, 90, 99)
 _LARGEST_ID = 10_000
@@ -26,13 +26,15 @@ def make_parser() -> FlexibleArgumentParser:
     """Return the parser: the benchmark's options, then the engine's."""
     parser = FlexibleArgumentParser(prog="vllm bench latency", description=__doc__)
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--input-len", type=int, default=32, help="tokens of each prompt")
-    group.add_argument("--output-len", type=int, default=128, help="tokens of each answer")
-    group.add_argument("--batch-size", type=int, default=8, help="prompts in the batch")
-    group.add_argument("--n", type=int, default=1, help="answers to each prompt")
+    group.add_argument("--input-len", type=parse_positive, default=32, help="tokens of each prompt")
+    group.add_argument(
+        "--output-len", type=parse_positive, default=128, help="tokens of each answer"
+    )
+    group.add_argument("--batch-size", type=parse_positive, default=8, help="prompts in the batch")
+    group.add_argument("--n", type=parse_positive, default=1, help="answers to each prompt")
     group.add_argument("--use-beam-search", action="store_true", help="beam search of width n")
     group.add_argument("--num-iters-warmup", type=int, default=10, help="batches not counted")
-    group.add_argument("--num-iters", type=int, default=30, help="batches that count")
+    group.add_argument("--num-iters", type=parse_positive, default=30, help="batches that count")
     group.add_argument("--profile", action="store_true", help="write a trace of one batch instead")
     group.add_argument("--profile-result-dir", default=None, help="where the trace is written")
     group.add_argument("--output-json", default=None, metavar="FILE", help="where to write results")

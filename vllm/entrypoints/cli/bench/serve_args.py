@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vllm.utils.argument_parser import FlexibleArgumentParser
+from vllm.utils.argument_parser import FlexibleArgumentParser, parse_positive
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
@@ -25,6 +25,16 @@ def _ranks(text: str) -> tuple[float, ...]:
     if not all(0 <= rank <= 100 for rank in ranks):
         raise argparse.ArgumentTypeError(f"expected percentiles from 0 to 100, got {text!r}")
     return ranks
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not rate > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, or inf, got {text!r}")
+    return rate
 
 
 GOALS = ("ttft", "tpot", "e2el")
@@ -81,9 +91,9 @@ def _add_server_args(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--backend",
-        choices=["vllm", "openai", "openai-chat"],
+        choices=["vllm", "openai", "openai-chat", "lmdeploy", "scalellm", "sglang"],
         default="vllm",
-        help="vllm and openai send text completions, openai-chat sends conversations",
+        help="openai-chat sends conversations, all others text completions in OpenAI's form",
     )
     group.add_argument("--base-url", default=None, help="in place of host and port")
     group.add_argument("--host", default="localhost", help="host of the server")
@@ -97,21 +107,23 @@ def _add_server_args(parser: FlexibleArgumentParser) -> None:
 
 def _add_load_args(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    group.add_argument("--num-prompts", type=int, default=1000, help="requests")
+    group.add_argument("--num-prompts", type=parse_positive, default=1000, help="requests")
     group.add_argument(
         "--request-rate",
-        type=float,
+        type=_rate,
         default=float("inf"),
         help="requests per second, as a Poisson process; inf sends all at once",
     )
     group.add_argument(
         "--max-concurrency",
-        type=int,
+        type=parse_positive,
         default=None,
         help="most requests at a time; no limit if unset",
     )
     group.add_argument("--seed", type=int, default=0, help="of prompts and times")
-    group.add_argument("--best-of", type=int, default=1, help="answers generated for each prompt")
+    group.add_argument(
+        "--best-of", type=parse_positive, default=1, help="answers generated for each prompt"
+    )
     group.add_argument(
         "--use-beam-search", action="store_true", help="beam search of width best_of"
     )
@@ -166,7 +178,9 @@ def _add_dataset_args(parser: FlexibleArgumentParser) -> None:
     )
     group.add_argument("--dataset-path", default=None, metavar="FILE", help="file")
     group.add_argument("--dataset", default=None, metavar="FILE", help="old name of --dataset-path")
-    group.add_argument("--sharegpt-output-len", type=int, default=None, help="tokens to generate")
+    group.add_argument(
+        "--sharegpt-output-len", type=parse_positive, default=None, help="tokens to generate"
+    )
     for name, default in (("input", 550), ("output", 150), ("prefix", 200)):
         group.add_argument(f"--sonnet-{name}-len", type=int, default=default, help="tokens")
     for name, default in (("input", 1024), ("output", 128), ("prefix", 0)):

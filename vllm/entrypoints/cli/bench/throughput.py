@@ -15,7 +15,7 @@ from vllm.entrypoints.cli.bench.summary import write_json
 from vllm.errors import ConfigError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
-from vllm.utils.argument_parser import FlexibleArgumentParser
+from vllm.utils.argument_parser import FlexibleArgumentParser, parse_positive
 
 
 def make_parser() -> FlexibleArgumentParser:
@@ -24,10 +24,14 @@ def make_parser() -> FlexibleArgumentParser:
     group = parser.add_argument_group("benchmark")
     group.add_argument("--backend", choices=["vllm", "hf", "mii"], default="vllm", help="vllm only")
     group.add_argument("--dataset", default=None, metavar="FILE", help="ShareGPT JSON file")
-    group.add_argument("--input-len", type=int, default=None, help="tokens of each prompt")
-    group.add_argument("--output-len", type=int, default=None, help="tokens of each answer")
-    group.add_argument("--n", type=int, default=1, help="answers to each prompt")
-    group.add_argument("--num-prompts", type=int, default=1000, help="requests")
+    group.add_argument(
+        "--input-len", type=parse_positive, default=None, help="tokens of each prompt"
+    )
+    group.add_argument(
+        "--output-len", type=parse_positive, default=None, help="tokens of each answer"
+    )
+    group.add_argument("--n", type=parse_positive, default=1, help="answers to each prompt")
+    group.add_argument("--num-prompts", type=parse_positive, default=1000, help="requests")
     group.add_argument("--hf-max-batch-size", type=int, default=None, help="not served")
     group.add_argument("--async-engine", action="store_true", help="use the asynchronous engine")
     group.add_argument(
