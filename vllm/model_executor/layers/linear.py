@@ -314,6 +314,14 @@ class RowParallelLinear(Linear):
         return out_TN if self.bias is None else out_TN + self.bias
 
 
+def multiply_some(linear: RowParallelLinear, x_TK: Tensor, tokens_L: Tensor | None) -> Tensor:
+    """Return the outputs of some tokens, [L, N]; of all, [T, N], where `tokens_L` is None."""
+    if tokens_L is None:
+        return linear(x_TK)
+    x_LK = x_TK[tokens_L]
+    return linear(x_LK) if len(x_LK) else x_LK.new_empty(0, linear.output_size)
+
+
 def split_kv_heads(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
     """Return (number, first) of the KV heads that this rank holds.
 

@@ -18,7 +18,7 @@ from vllm._custom_ops import state_space as state_ops
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import RowParallelLinear, multiply_some
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
 from vllm.model_executor.layers.state import (
     CausalConv,
@@ -119,8 +119,14 @@ class Mamba2Mixer(PackedModule):
         """Compute what steps would else compute again from the weights."""
         self.decay_H = -self.heads.vector("A_log").exp()
 
-    def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return the contribution to the residual stream, [T, E], and move the states on."""
+    def forward(
+        self,
+        x_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+        tokens_L: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `tokens_L` get for the residual stream, and move the states on; see Mixer."""
         rows = StateRows.read(self._layer, batch, attention)
         conv_state, state = rows.fields
         inner, shared, sizes = self._inner, self._shared, self._sizes
@@ -152,7 +158,7 @@ class Mamba2Mixer(PackedModule):
             )  # fmt: skip
         if not has_whole_groups:
             out_TC = self._norm_over_ranks(out_TC, gate_TC)
-        return self.out_proj(out_TC)
+        return multiply_some(self.out_proj, out_TC, tokens_L)
 
     def _norm_over_ranks(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
         """Norm channels of which every rank holds a part."""

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    multiply_some,
+)
 from vllm.model_executor.layers.row_select_linear import RowSelection
 from vllm.model_executor.layers.state import CausalConv, StateRows, make_state_spec
 from vllm.utils.tensors import from_torch_dtype
@@ -60,9 +64,16 @@ class ShortConv(nn.Module):
         )
         self.spec = make_state_spec(layer, self.conv.cache_field(from_torch_dtype(dtype)))
 
-    def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return the contribution to the residual stream, [T, E], and move the states on."""
+    def forward(
+        self,
+        x_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+        tokens_L: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `tokens_L` get for the residual stream, and move the states on; see Mixer."""
         rows = StateRows.read(self._layer, batch, attention)
         (state,) = rows.fields
         before_TC, after_TC, given_TC = self.in_proj(x_TE).chunk(3, dim=-1)
-        return self.out_proj(self.conv.forward_gated(before_TC, given_TC, after_TC, state, rows))
+        out_TC = self.conv.forward_gated(before_TC, given_TC, after_TC, state, rows)
+        return multiply_some(self.out_proj, out_TC, tokens_L)

@@ -8,10 +8,8 @@ Shapes: T tokens, E hidden size, H and Hkv heads of this rank, D head size.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +28,13 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    multiply_some,
 )
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.shared_experts import append_gate, hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.delta import Delta, add_and_norm
 from vllm.model_executor.models.heads import attend_heads
+from vllm.model_executor.models.rope_set import RopeSet
 from vllm.model_executor.models.shapes import (
     AttentionShape,
     LayerShape,
@@ -45,41 +44,6 @@ from vllm.model_executor.models.shapes import (
 )
 from vllm.types import DType
 from vllm.utils.tensors import from_torch_dtype
-
-
-class RopeSet:
-    """The rotary tables of one model; layers with the same settings share one."""
-
-    def __init__(self, *, max_positions: int, max_model_len: int) -> None:
-        self._max_positions = max_positions
-        self._max_model_len = max_model_len
-        self._made: dict[tuple[int, str, bool], RotaryEmbedding] = {}
-
-    def get(
-        self, head_size: int, settings: Mapping[str, Any], *, is_neox: bool = True
-    ) -> RotaryEmbedding:
-        """Return the table for a head size and rope settings.
-
-        Args:
-            head_size: elements of a head.
-            settings: rope settings of the config.
-            is_neox: whether element i turns with i + half, or even ones with their neighbours.
-        """
-        key = (head_size, json.dumps(dict(settings), sort_keys=True), is_neox)
-        if key not in self._made:
-            self._made[key] = get_rope(
-                head_size,
-                settings,
-                max_positions=self._max_positions,
-                max_model_len=self._max_model_len,
-                is_neox=is_neox,
-            )
-        return self._made[key]
-
-    def reserve(self, num_positions: int) -> None:
-        """Make every table at least `num_positions` rows long."""
-        for rope in self._made.values():
-            rope.reserve(num_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +88,22 @@ class Mixer(Protocol):
     @property
     def kernel_layer(self) -> Attention | None: ...
 
-    def __call__(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return the contribution to the residual stream, [T, E]."""
+    def __call__(
+        self,
+        x_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+        tokens_L: Tensor | None = None,
+    ) -> Tensor:
+        """Return the contribution to the residual stream, [T, E].
+
+        Args:
+            x_TE: normed hidden states of the step's tokens.
+            batch: the step.
+            attention: what attention layers need beside it.
+            tokens_L: int64 [L], the tokens whose contribution is wanted, which is then [L, E]; None
+                is all. What the layer remembers is that of all tokens in any case.
+        """
         ...
 
 
@@ -179,12 +157,18 @@ class AttentionBlock(nn.Module):
         """See Mixer."""
         return self.attention
 
-    def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return the attention's contribution to the residual stream, [T, E]."""
+    def forward(
+        self,
+        x_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+        tokens_L: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the attention gives to the residual stream; see Mixer."""
         out_THD = attend_heads(
             self.attention, self.qkv(x_TE), self.q_norm, self.k_norm, self.rope, batch, attention
         )
-        return self.out(out_THD.flatten(1))
+        return multiply_some(self.out, out_THD.flatten(1), tokens_L)
 
 
 class MlpBlock(nn.Module):
@@ -366,11 +350,12 @@ class DecoderBlock(nn.Module):
         residual_TE: Tensor,
         batch: ForwardBatch,
         attention: AttentionState,
+        tokens_L: Tensor | None = None,
     ) -> Delta | None:
-        """Run what has tokens see each other; return its contribution."""
+        """Run what has tokens see each other; return its contribution to `tokens_L`, see Mixer."""
         if self.attention is not None and self.input_norm is not None:
             x_TE = add_and_norm(self.input_norm, delta, residual_TE)
-            x_TE = self.attention(x_TE, batch, attention)
+            x_TE = self.attention(x_TE, batch, attention, tokens_L)
             delta = self._make_delta(x_TE, self.post_attention_norm)
         return delta
 

@@ -25,9 +25,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.weight_place import PackedModule
-from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, RopeSet
-from vllm.model_executor.models.delta import Delta, add_and_norm, keep_tokens, spread
+from vllm.model_executor.models.blocks import BlockContext, DecoderBlock
+from vllm.model_executor.models.delta import Delta, add_and_norm, spread
 from vllm.model_executor.models.fused_run import Stage, make_stages
+from vllm.model_executor.models.rope_set import RopeSet
 from vllm.model_executor.models.shapes import ModelShape
 from vllm.model_executor.models.weight_map import LoadReport, WeightRow, expand_rows, load_weights
 from vllm.types import DType
@@ -165,18 +166,17 @@ class CausalLM(nn.Module, ABC):
         for stage in self._plan_beginning(first):
             delta, residual_TE = stage(delta, residual_TE, batch, attention)
         for i, block in enumerate(self.blocks[first:], start=first):
-            delta = block.mix(delta, residual_TE, batch, attention)
-            cut = batch.cut
-            if cut is not None and cut.layer == i:
-                delta, residual_TE = keep_tokens(delta, residual_TE, cut.tokens)
-                cuts.append(cut.tokens)
-                if cut.batch is None or attention.behind_cut is None:
-                    break
-                batch, attention = cut.batch, attention.behind_cut
-            if i == last and batch.kept_rows is not None:
-                delta, residual_TE = keep_tokens(delta, residual_TE, batch.kept_rows)
+            cut = batch.cut if batch.cut is not None and batch.cut.layer == i else None
+            tokens_L = batch.kept_rows if i == last else None if cut is None else cut.tokens
+            delta = block.mix(delta, residual_TE, batch, attention, tokens_L)
+            if tokens_L is not None:
+                residual_TE = residual_TE[tokens_L]
             if not len(residual_TE):
                 break
+            if cut is not None:
+                assert cut.batch is not None and attention.behind_cut is not None
+                cuts.append(cut.tokens)
+                batch, attention = cut.batch, attention.behind_cut
             delta, residual_TE = block.run_mlp(delta, residual_TE)
         hidden_TE = add_and_norm(self.norm, delta, residual_TE) if len(residual_TE) else residual_TE
         return hidden_TE if batch.kept_rows is not None else spread(hidden_TE, cuts, num_tokens)

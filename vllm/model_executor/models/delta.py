@@ -39,14 +39,6 @@ def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Ten
     return norm.norm_add_and_norm(delta.norm, delta.x_TE, residual_TE)
 
 
-def keep_tokens(
-    delta: Delta | None, residual_TE: Tensor, tokens_L: Tensor
-) -> tuple[Delta | None, Tensor]:
-    """Return what `tokens_L`, int64 indices, have of delta and residual stream, [L, E] each."""
-    kept = None if delta is None else Delta(x_TE=delta.x_TE[tokens_L], norm=delta.norm)
-    return kept, residual_TE[tokens_L]
-
-
 def spread(hidden_TE: Tensor, cuts: Sequence[Tensor], num_tokens: int) -> Tensor:
     """Return the hidden states of a whole step, zero for tokens that stayed behind; [T, E].
 

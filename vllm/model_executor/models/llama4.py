@@ -19,7 +19,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear, multiply_some
 from vllm.model_executor.models.blocks import AttentionBlock, BlockContext, MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import FULL
@@ -194,8 +194,14 @@ class Llama4AttentionBlock(AttentionBlock):
         heads.params = replace(heads.params, chunk_tokens=shape.chunk_tokens)
         heads.query = replace(heads.query, chunk_tokens=shape.chunk_tokens)
 
-    def forward(self, x_TE: Tensor, batch: ForwardBatch, attention: AttentionState) -> Tensor:
-        """Return the attention's contribution to the residual stream, [T, E]."""
+    def forward(
+        self,
+        x_TE: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionState,
+        tokens_L: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the attention gives to the residual stream; see Mixer."""
         q_size, kv_size = self.qkv.q_size, self.qkv.kv_size
         q, k, v = self.qkv(x_TE).split((q_size, kv_size, kv_size), dim=-1)
         q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
@@ -207,7 +213,7 @@ class Llama4AttentionBlock(AttentionBlock):
         if self._growth:
             q_THD = (q_THD.float() * self._measure_growth(batch.positions)).to(q_THD.dtype)
         out_THD = self.attention(q_THD, k_THD, v_THD, batch, attention)
-        return self.out(out_THD.flatten(1))
+        return multiply_some(self.out, out_THD.flatten(1), tokens_L)
 
     def _measure_growth(self, positions_T: Tensor) -> Tensor:
         """Return the factor of each token's query, float32 [T, 1, 1]."""
