@@ -1,4 +1,4 @@
-"""The rotary tables of one model, which its layers share; made by `causal_lm.py`, asked by blocks."""
+"""The rotary tables of one model, shared by its layers: made by `causal_lm.py`, asked by blocks."""
 
 from __future__ import annotations
 
