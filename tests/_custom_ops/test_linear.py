@@ -41,6 +41,14 @@ def test_pack_takes_rows_of_a_larger_weight_and_given_memory() -> None:
     assert torch.equal(ops.unpack_linear_weight(packed, 40, 20), whole[5:45, 7:27])
 
 
+def test_stacks_of_any_strides_are_packed_one_by_one() -> None:
+    rows = random_rows(3 * 20, 40, dtype=torch.bfloat16, seed=2)
+    stack = rows.view(3, 20, 40).transpose(1, 2)
+    packed = ops.pack_weight_stack(stack)
+    assert torch.equal(packed, naive.pack_weight_stack(stack))
+    assert torch.equal(packed[2], ops.pack_linear_weight(stack[2].contiguous()))
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 12, 13, 25, 200])

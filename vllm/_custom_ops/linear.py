@@ -78,6 +78,22 @@ def pack_linear_weight(weight_NK: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def pack_weight_stack(weight_CNK: Tensor) -> Tensor:
+    """Pack each matrix of a stack; they lie behind each other.
+
+    Args:
+        weight_CNK: float32 or bfloat16 [C, N, K], of any strides.
+
+    Returns:
+        [C, *packed_shape(N, K, dtype)].
+    """
+    count, n, k = weight_CNK.shape
+    packed = empty_packed(n, k, weight_CNK.dtype, count=count)
+    for weight_NK, out in zip(weight_CNK, packed, strict=True):
+        pack_linear_weight(weight_NK.contiguous(), out)
+    return packed
+
+
 def unpack_linear_weight(packed: Tensor, n: int, k: int) -> Tensor:
     """Return the plain [n, k] weight of a packed one.
 

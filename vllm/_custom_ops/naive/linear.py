@@ -42,6 +42,11 @@ def pack_linear_weight(weight_NK: Tensor, out: Tensor | None = None) -> Tensor:
     return packed if out is None else out.copy_(packed)
 
 
+def pack_weight_stack(weight_CNK: Tensor) -> Tensor:
+    """Pack each matrix of a stack."""
+    return torch.stack([pack_linear_weight(weight_NK) for weight_NK in weight_CNK])
+
+
 def unpack_linear_weight(packed: Tensor, n: int, k: int) -> Tensor:
     """Undo `pack_linear_weight`."""
     blocks, steps = packed.shape[:2]

@@ -44,11 +44,7 @@ class _ExpertMatrices(nn.Module):
     def pack(self) -> None:
         if self.weight is None or self.weight.device.type != "cpu":
             return
-        count, rows, columns = self.weight.shape
-        packed = linear_ops.empty_packed(rows, columns, self.weight.dtype, count=count)
-        for expert in range(count):
-            linear_ops.pack_linear_weight(self.weight.data[expert], packed[expert])
-        self.packed = packed
+        self.packed = linear_ops.pack_weight_stack(self.weight.data)
         self.weight = None
 
     def multiply(self, expert: int, x_TK: Tensor, *, has_bias: bool = True) -> Tensor:

@@ -105,9 +105,9 @@ class FusedMoE(PackedModule):
         """Bring the experts into the CPU kernel's layout, free the originals; no-op elsewhere."""
         if self.w13 is None or self.w2 is None or self.w13.device.type != "cpu":
             return
-        self.w13_packed = _pack_experts(self.w13.data)
+        self.w13_packed = linear_ops.pack_weight_stack(self.w13.data)
         self.w13 = None
-        self.w2_packed = _pack_experts(self.w2.data)
+        self.w2_packed = linear_ops.pack_weight_stack(self.w2.data)
         self.w2 = None
 
     def hold_shared(self, gate_up_RE: Tensor, down_EI: Tensor) -> None:
@@ -211,12 +211,3 @@ def is_built_on_gpu() -> bool:
 
 def _make_weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(num_experts, rows, columns, dtype=dtype), requires_grad=False)
-
-
-def _pack_experts(weight_NRC: Tensor) -> Tensor:
-    """Pack each expert's matrix into one stack."""
-    count, rows, columns = weight_NRC.shape
-    packed = linear_ops.empty_packed(rows, columns, weight_NRC.dtype, count=count)
-    for expert in range(count):
-        linear_ops.pack_linear_weight(weight_NRC[expert], packed[expert])
-    return packed

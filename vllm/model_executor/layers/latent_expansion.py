@@ -90,8 +90,8 @@ class LatentExpansion(PackedModule):
         if self.weight is None or self.weight.device.type != "cpu":
             return
         keys_HNL, values_HVL = self._split()
-        self.key_packed = _pack_heads(keys_HNL.transpose(1, 2))
-        self.value_packed = _pack_heads(values_HVL)
+        self.key_packed = linear_ops.pack_weight_stack(keys_HNL.transpose(1, 2))
+        self.value_packed = linear_ops.pack_weight_stack(values_HVL)
         self.weight = None
 
     def absorb_query(self, query_THN: Tensor, out_THL: Tensor) -> None:
@@ -136,12 +136,3 @@ class LatentExpansion(PackedModule):
         both = self.weight.data.unflatten(0, (self.num_heads, -1))
         keys_HNL, values_HVL = both.split((self._sizes.nope, self._sizes.value), dim=1)
         return keys_HNL, values_HVL
-
-
-def _pack_heads(weight_HNK: Tensor) -> Tensor:
-    """Pack each head's matrix into one stack."""
-    count, rows, columns = weight_HNK.shape
-    packed = linear_ops.empty_packed(rows, columns, weight_HNK.dtype, count=count)
-    for head in range(count):
-        linear_ops.pack_linear_weight(weight_HNK[head].contiguous(), packed[head])
-    return packed

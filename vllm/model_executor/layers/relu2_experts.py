@@ -74,8 +74,8 @@ class Relu2Experts(PackedModule):
         """See PackedModule; no-op but on a CPU."""
         if self._is_packed or self.up.device.type != "cpu":
             return
-        self.up.data = _pack_stack(self.up.data)
-        self.down.data = _pack_stack(self.down.data)
+        self.up.data = linear_ops.pack_weight_stack(self.up.data)
+        self.down.data = linear_ops.pack_weight_stack(self.down.data)
         self._is_packed = True
 
     def forward(self, x_TL: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -108,11 +108,3 @@ class Relu2Experts(PackedModule):
         out = x.new_empty(x.shape[0], output_size)
         linear_ops.linear(out, x, stack[expert])
         return out
-
-
-def _pack_stack(weight_NRC: Tensor) -> Tensor:
-    count, rows, columns = weight_NRC.shape
-    packed = linear_ops.empty_packed(rows, columns, weight_NRC.dtype, count=count)
-    for expert in range(count):
-        linear_ops.pack_linear_weight(weight_NRC[expert], packed[expert])
-    return packed
