@@ -174,7 +174,7 @@ def find_kernel_refusal(
 
 
 def _find_missing(row: KernelRow, query: KernelQuery, *, is_named: bool) -> str | None:
-    """Say what the machine or the build lacks for a row.
+    """Say what the machine lacks for a row.
 
     A kernel that was named has its package looked at whatever the device, so that a broken package
     ends the start instead of hiding behind a substitute.
@@ -195,8 +195,6 @@ def _find_missing(row: KernelRow, query: KernelQuery, *, is_named: bool) -> str 
         if is_broken:
             warn_once(logger, f"attention kernel {row.name!r} is skipped: {reason}")
         return wrong_device or reason
-    if wrong_device is None and row.module is None:
-        return "this version does not have it yet"
     return wrong_device
 
 

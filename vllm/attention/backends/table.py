@@ -20,7 +20,7 @@ class KernelRow:
     """One kernel name.
 
     Attributes:
-        module: "module:Class", or None where this version has no such kernel yet.
+        module: "module:Class".
         devices: device types that it runs on, for the refusal before anything is imported.
         package: (import name, distribution name) of an optional package that it needs.
         env_names: values of VLLM_ATTENTION_BACKEND (those of 0.6.3) that mean it.
@@ -28,7 +28,7 @@ class KernelRow:
     """
 
     name: str
-    module: str | None
+    module: str
     devices: tuple[str, ...]
     package: tuple[str, str] | None = None
     env_names: tuple[str, ...] = ()
@@ -131,10 +131,10 @@ def _describe_fault(row: KernelRow, exc: Exception) -> str:
 def load_backend(name: str) -> AttentionBackend:
     """Return the backend of a kernel name; KernelError if this version has none."""
     row = KERNELS.get(name)
-    if row is None or row.module is None:
+    if row is None:
         raise KernelError(
             f"attention kernel {name!r} is not part of this version; there are: "
-            + ", ".join(n for n, r in KERNELS.items() if r.module)
+            + ", ".join(KERNELS)
         )
     module, cls = row.module.split(":")
     backend: AttentionBackend = getattr(importlib.import_module(module), cls)()
