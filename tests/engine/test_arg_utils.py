@@ -110,9 +110,6 @@ def test_wrong_flags(args: list[str], message: str, capsys: pytest.CaptureFixtur
     assert message in capsys.readouterr().err
 
 
-# -- resolution -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model(tiny_models: TinyModels) -> Path:
     return tiny_models.loop()

@@ -93,7 +93,7 @@ def export(root: Path, *, check: bool, branch: str | None) -> int:
     """Write the series in canonical form, from itself or from the commits of an imported branch."""
     store, series = GitStore(root), load_series(root, require_canonical=False)
     base = base_of(store, store.working_tree(), series)
-    patches = _read_branch(store, branch, series) if branch else series.patches
+    patches = _read_branch(store, branch) if branch else series.patches
     canonical = canonical_patches(store, base, patches)
     if check:
         pairs = zip(canonical, series.patches, strict=False)
@@ -106,7 +106,7 @@ def export(root: Path, *, check: bool, branch: str | None) -> int:
     return 0
 
 
-def _read_branch(store: GitStore, branch: str, series: Series) -> tuple[Patch, ...]:
+def _read_branch(store: GitStore, branch: str) -> tuple[Patch, ...]:
     """Turn the commits of an imported branch (but its first and last) into patches."""
     ids = store.text("rev-list", "--reverse", branch, "--not", "HEAD").split()
     patches = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING
 
 from vllm.config import EngineConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -33,9 +32,6 @@ from vllm.outputs import RequestOutput
 from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
-
-if TYPE_CHECKING:
-    pass
 
 logger = init_logger(__name__)
 
@@ -121,8 +117,6 @@ class AsyncLLMEngine(ConfiguredEngine):
             log_requests=not engine_args.disable_log_requests,
             stat_loggers=stat_loggers,
         )
-
-    # -- requests ---------------------------------------------------------------------------------
 
     async def add_request(
         self,
@@ -273,8 +267,6 @@ class AsyncLLMEngine(ConfiguredEngine):
             max_model_len=model.max_model_len,
         )
 
-    # -- reports of the engine side ---------------------------------------------------------------
-
     def _bind(self) -> None:
         """Receive reports on the running event loop."""
         loop = asyncio.get_running_loop()
@@ -333,8 +325,6 @@ class AsyncLLMEngine(ConfiguredEngine):
         self._text.abort(streams)
         self._core.detach()
         threading.Thread(target=self._core.shutdown, name="engine-shutdown", daemon=True).start()
-
-    # -- state ------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:

@@ -55,7 +55,7 @@ def launch_server(engine_args: AsyncEngineArgs, server_args: ServerArgs) -> int:
                 import uvloop  # noqa: PLC0415  imported while the engine loads
 
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    return runner.run(_Launch(starting, core, server_args, sock).run())
+                    return runner.run(_Launch(starting, server_args, sock).run())
             finally:
                 _end_engine(starting, core)
     finally:
@@ -121,12 +121,10 @@ class _Launch:
     def __init__(
         self,
         starting: Future[AsyncLLMEngine],
-        core: CoreClient,
         args: ServerArgs,
         sock: socket.socket,
     ) -> None:
         self._starting = starting
-        self._core = core
         self._args = args
         self._sock = sock
         self._server: HttpServer | None = None

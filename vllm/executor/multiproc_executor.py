@@ -62,7 +62,7 @@ class MultiprocExecutor:
         try:
             for rank in self._ranks:
                 self._send(rank, wire.pack(wire.CONFIG, (config, rank.number, init_method)))
-            self._reports = tuple(pickle.loads(body) for body in self._collect(wire.REPORT))
+            self._reports = tuple(pickle.loads(body) for body in self._collect())
             self._is_loaded = True
         except BaseException:
             self.shutdown()
@@ -80,7 +80,7 @@ class MultiprocExecutor:
         """See `Executor.initialize_cache`."""
         self.check_health()
         self._broadcast(wire.pack(wire.LAYOUT, layout))
-        self._collect(wire.READY)
+        self._collect()
 
     def submit(self, plan: StepPlan) -> MultiprocTicket:
         """See `Executor.submit`."""
@@ -135,8 +135,8 @@ class MultiprocExecutor:
             with self._lock:
                 self._fail()
 
-    def _collect(self, kind: bytes) -> list[bytes]:
-        """Wait for one frame of `kind` from every rank; returns the bodies in rank order."""
+    def _collect(self) -> list[bytes]:
+        """Wait for one frame, no output, of every rank; returns the bodies in rank order."""
         bodies: dict[int, bytes] = {}
         with self._lock:
             while len(bodies) < len(self._ranks):
