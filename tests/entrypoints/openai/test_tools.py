@@ -138,6 +138,21 @@ def test_named_choice(serve: Any) -> None:
     assert client.post(PATH, **fields).json()["param"] == "tool_choice"
 
 
+@pytest.mark.parametrize("choice", ["required", {"function": {"name": "now"}}], ids=str)
+def test_function_without_parameters_takes_none(serve: Any, choice: Any) -> None:
+    client = serve("{}")
+    client.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "a"}],
+        tools=[{"type": "function", "function": {"name": "now"}}],
+        tool_choice=choice,
+    )
+    schema = client.engine.requests[-1][1].guided_decoding.json
+    if choice == "required":
+        schema = schema["items"]["anyOf"][0]["properties"]["parameters"]
+    assert schema == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def test_required_choice(serve: Any) -> None:
     calls = [{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "now", "parameters": {}}]
     client = serve(json.dumps(calls))

@@ -69,7 +69,9 @@ def plan_tools(request: ChatCompletionRequest, *, is_auto_enabled: bool) -> Tool
 
 
 def _parameters(tool: ChatCompletionToolsParam) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    """Return the schema of a function's arguments; a function without any has no parameters."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool.function.parameters or nothing
 
 
 def _calls_schema(
