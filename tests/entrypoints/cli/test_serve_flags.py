@@ -9,6 +9,7 @@ import pytest
 
 from vllm.entrypoints.cli.serve import choose_model, make_parser
 from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.errors import ConfigError
 from vllm.scripts import main
 
 
@@ -100,6 +101,17 @@ def test_chat_template_from_file_or_text(tmp_path: Path) -> None:
     assert server_args("--chat-template", str(file)).chat_template == "{{ messages }}\n"
     assert server_args("--chat-template", r"{{ a }}\n").chat_template == "{{ a }}\n"
     assert server_args("--chat-template", "ä{{ a }}").chat_template == "ä{{ a }}"
+    assert server_args("--chat-template", r"ä中{{ a }}\n\u00e4").chat_template == "ä中{{ a }}\nä"
+
+
+@pytest.mark.parametrize("template", [r"{{ '\x' }}", "{{ a }}\\"])
+def test_chat_template_that_is_no_text(template: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="backslash"):
+        server_args("--chat-template", template)
+    file = tmp_path / "t.jinja"
+    file.write_bytes(b"\xff{{ a }}")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        server_args("--chat-template", str(file))
 
 
 def test_help_is_grouped_and_names_every_core_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,8 @@ def test_bad_completion_is_400_and_names_the_field(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
         ({"chat_template": "{{ raise_exception('no') }}"}, "messages", "no"),
         ({"chat_template": "{% if %}"}, "messages", "chat template"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "cannot be set"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "cannot be set"),
         ({"tool_choice": "auto"}, "tool_choice", "`tools`"),
         ({"tool_choice": "maybe"}, "tool_choice", "'required'"),
         (
@@ -108,6 +110,7 @@ def test_body_that_is_no_json(hello: Any) -> None:
         reply = hello.http.post("/v1/completions", content=content, headers=headers)
         assert reply.status_code == 400, (content[:20], reply.text)
         assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert "body" in reply.json()["message"]
     form = hello.http.post("/v1/completions", content=b'{"model": "chain", "prompt": "a"}')
     assert form.status_code in (200, 400)
 

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 ChatMessage = dict[str, Any]
 
+_OWN_VARIABLES = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
+    "messages", "tokenize", "tools",
+}  # fmt: skip
+"""Variables of a template, or settings of its rendering, that are set here."""
+
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # part type -> the key that holds its text
 _MEDIA_PARTS = {"image_url", "input_image", "audio_url", "input_audio", "video_url", "file"}
 
@@ -30,7 +36,8 @@ def load_chat_template(given: str | os.PathLike[str] | None) -> str | None:
     A template written on one line may hold escapes such as `\\n`; they are decoded.
 
     Raises:
-        ConfigError: the value is neither a readable file nor looks like Jinja.
+        ConfigError: the value is neither a readable file nor looks like Jinja, the file is no text,
+            or an escape is none.
     """
     if given is None:
         return None
@@ -38,13 +45,21 @@ def load_chat_template(given: str | os.PathLike[str] | None) -> str | None:
     try:
         with open(text, encoding="utf-8") as file:
             return file.read()
+    except UnicodeDecodeError as cause:
+        raise ConfigError(
+            f"chat template {text!r}: the file is not UTF-8 text ({cause})"
+        ) from cause
     except OSError as cause:
         if not any(mark in text for mark in "{}\n"):
             raise ConfigError(
                 f"chat template {text!r}: no such file ({cause.strerror}), and it does not look "
                 "like a Jinja template (no '{', '}' or line break)"
             ) from cause
-    return codecs.decode(text, "unicode_escape") if text.isascii() and "\\" in text else text
+    try:
+        # Latin-1 bytes stand for themselves in unicode_escape, what lies beyond becomes an escape.
+        return codecs.decode(text.encode("latin-1", "backslashreplace"), "unicode_escape")
+    except UnicodeDecodeError as cause:
+        raise ConfigError(f"chat template: a backslash begins no escape ({cause})") from cause
 
 
 def parse_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
@@ -79,13 +94,20 @@ def render_chat_template(
     variables of the template.
 
     Raises:
-        RequestError: no template, or whatever the template raises, with its text.
+        RequestError: no template, a variable that is not free, or whatever the template raises,
+            with its text.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise RequestError(
             "the model's tokenizer has no chat template: start the server with --chat-template, or "
             "send `chat_template` with the request",
             "chat_template",
+        )
+    if taken := sorted(_OWN_VARIABLES & set(template_kwargs or ())):
+        raise RequestError(
+            f"chat_template_kwargs: {', '.join(taken)} cannot be set here; messages, tools and "
+            "documents are fields of the request, as are the two switches of the prompt's end",
+            "chat_template_kwargs",
         )
     try:
         rendered: str = tokenizer.apply_chat_template(

@@ -138,7 +138,7 @@ def _problem(problem: Mapping[str, Any]) -> tuple[str | None, str]:
         cause = problem.get("ctx", {}).get("error", "")
         return None, f"The body is not valid JSON: {cause} (at character {problem['loc'][-1]})"
     path = [str(part) for part in problem["loc"] if part != "body"]
-    if not path and kind in ("model_attributes_type", "dict_type"):
+    if not path and kind in ("missing", "model_attributes_type", "dict_type"):
         return None, "The body must be a JSON object, sent as Content-Type: application/json."
     if not path:
         field, colon, _ = text.partition(":")
