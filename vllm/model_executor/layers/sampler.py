@@ -25,15 +25,9 @@ from vllm._custom_ops.sampling import (
 from vllm.model_executor.layers.draw_columns import DrawColumnCache, DrawColumns
 from vllm.model_executor.layers.logits_rules import apply_bitmasks, apply_processors, apply_rules
 from vllm.model_executor.layers.sampling_state import SamplingState
-from vllm.model_executor.layers.token_logprobs import (
-    compute_logprobs,
-    launch_logprobs,
-    read_logprobs,
-)
+from vllm.model_executor.layers.token_logprobs import launch_logprobs, read_logprobs
 from vllm.model_executor.layers.transfer import Download, upload
 from vllm.step import TokenLogprobs
-
-__all__ = ["PendingSamples", "SampleRequest", "SampleResult", "Sampler", "compute_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens and of the most likely ones.
 
-Called by the sampler and, for prompts, by the worker. Launching and reading are two functions, so
-that a step on a GPU need not wait between them.
+Called by the sampler and, for prompts, by `worker/prompt_logprobs.py`. Launching and reading are
+two functions, so that a step on a GPU need not wait between them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vllm._custom_ops.sampling import topk_logprobs
-from vllm.model_executor.layers.transfer import Download
 from vllm.step import TokenLogprobs
 
 _MOST_ON_CUDA = 512  # alternatives that the CUDA op finds; more are rare enough to sort a row
@@ -62,13 +61,3 @@ def read_logprobs(
             ids.tolist(), values.tolist(), ranks.tolist(), num_logprobs, strict=True
         )
     ]
-
-
-def compute_logprobs(
-    logits_SV: Tensor, chosen_ids: Tensor, num_logprobs: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Launch and read at once; arguments as in `launch_logprobs`."""
-    if len(logits_SV) == 0:
-        return []
-    values, ids, ranks = Download(launch_logprobs(logits_SV, chosen_ids, num_logprobs)).wait()
-    return read_logprobs(values, ids, ranks, num_logprobs)

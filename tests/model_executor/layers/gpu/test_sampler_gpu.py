@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.utils.logprobs import compute_logprobs
 from vllm.model_executor.layers import draw_columns, logits_rules
-from vllm.model_executor.layers.sampler import (
-    Sampler,
-    SampleRequest,
-    SampleResult,
-    compute_logprobs,
-)
+from vllm.model_executor.layers.sampler import Sampler, SampleRequest, SampleResult
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.step import NewRow, RowSampling
 
