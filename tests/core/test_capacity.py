@@ -5,20 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.core.builders import full_group, full_specs
-from vllm.core.capacity import agree_on_counts, make_layout, make_uniform_groups
+from vllm.core.capacity import make_layout, make_uniform_groups
 from vllm.errors import ConfigError
 
 
-def test_counts_are_agreed_group_by_group():
-    """Case C38."""
-    reports = [{"full": 100, "sliding": 40}, {"full": 90, "sliding": 60}]
-    assert agree_on_counts(reports) == {"full": 90, "sliding": 40}
-    assert agree_on_counts([{"swap": 10}, {"swap": 8}]) == {"swap": 8}
-    with pytest.raises(ConfigError, match=r"rank 1 reports.*sliding.*rank 0 reports.*full"):
-        agree_on_counts([{"full": 1}, {"sliding": 1}])
-
-
 def test_the_poorest_rank_decides():
+    """Case C38."""
     group = full_group(block_tokens=16)
     size = group.block_bytes
     layout, report = make_layout(
@@ -48,6 +40,16 @@ def test_ranks_that_disagree_are_refused():
     with pytest.raises(ConfigError, match="differs between ranks"):
         make_layout(
             [[full_group(layers=(0, 1))], [full_group(layers=(0, 2))]],
+            [1 << 20] * 2,
+            max_model_len=8,
+            max_num_batched_tokens=8,
+        )
+
+
+def test_ranks_with_other_groups_are_refused():
+    with pytest.raises(ConfigError, match=r"rank 1 reports.*sliding.*rank 0 reports.*full"):
+        make_layout(
+            [[full_group("full")], [full_group("sliding")]],
             [1 << 20] * 2,
             max_model_len=8,
             max_num_batched_tokens=8,

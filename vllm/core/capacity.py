@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.cache_spec import (
@@ -91,24 +91,6 @@ def make_uniform_groups(
     return (make_group("full", owners, block_tokens),)
 
 
-def agree_on_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return, for each group, the smallest count that any rank reports.
-
-    A rank may be short in one group and not in another, so whole tuples are never compared.
-
-    Raises:
-        ConfigError: ranks report different lists of groups.
-    """
-    names = list(counts[0])
-    for rank, report in enumerate(counts):
-        if list(report) != names:
-            raise ConfigError(
-                f"rank {rank} reports cache groups {list(report)}, rank 0 reports {names}; all "
-                "ranks must have the same groups in the same order"
-            )
-    return {name: min(report[name] for report in counts) for name in names}
-
-
 def make_layout(
     groups: Sequence[Sequence[KVCacheGroup]],
     cache_bytes: Sequence[int],
@@ -126,8 +108,8 @@ def make_layout(
         max_model_len: most tokens of a sequence.
         max_num_batched_tokens: most tokens of a step.
         num_blocks: instead of `cache_bytes`, room for this many blocks of every group.
-        check_max_model_len: False waives the proof (tests); sequences then end where the
-            cache does.
+        check_max_model_len: False waives the proof, for a report of what fits; sequences then end
+            where the cache does.
 
     Raises:
         ConfigError: ranks disagree about groups, nothing fits, or one request of max_model_len
@@ -173,8 +155,14 @@ def make_layout(
 
 def _check_same_groups(groups: Sequence[Sequence[KVCacheGroup]]) -> None:
     """All ranks must mean the same by a block id."""
-    agree_on_counts([{group.name: 0 for group in own} for own in groups])
+    names = [group.name for group in groups[0]]
     for rank, own in enumerate(groups):
+        found = [group.name for group in own]
+        if found != names:
+            raise ConfigError(
+                f"rank {rank} reports cache groups {found}, rank 0 reports {names}; all ranks must "
+                "have the same groups in the same order"
+            )
         for group, first in zip(own, groups[0], strict=True):
             mine = (group.lifetime, group.layers, group.block_tokens)
             if mine != (first.lifetime, first.layers, first.block_tokens):
