@@ -81,6 +81,23 @@ def test_c07_greedy_answers_do_not_depend_on_what_ran_before(tiny_models: TinyMo
         )
 
 
+def test_c09_what_is_cached_is_shared_among_equal_salts_only(tiny_models: TinyModels) -> None:
+    """There are no adapters here: the salt is what separates one tenant's cache from another's."""
+    model = tiny_models.reach("llama", num_hidden_layers=2)
+    prompt = make_reach_prompt(64)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with engine(model, enable_prefix_caching=False) as llm:
+        reference = ids(run(llm, [prompt], params))
+    with engine(model, block_size=16) as llm:
+        cached = []
+        for salt in (None, "A", "B", "A", "B", "", "C"):
+            given = {"prompt_token_ids": prompt, "cache_salt": salt}
+            outputs = llm.generate([given], params, use_tqdm=False)
+            assert ids(outputs) == reference
+            cached.append(outputs[0].num_cached_tokens)
+    assert cached == [0, 0, 0, 48, 48, 48, 0]
+
+
 @pytest.mark.parametrize("kind", ["two kinds", "full"])
 def test_c10_the_size_of_chunks_changes_nothing(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: str
