@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.hybrid.engines import run_engine
+from tests.hybrid.models.tiny import BASE, TinyRow, make_checkpoint
 from tests.utils.fixtures_models import build_reach, make_reach_prompt, save_checkpoint
 from vllm.cache_spec import (
     CacheField,
@@ -29,8 +30,9 @@ from vllm.cache_spec import (
 )
 from vllm.engine import core
 from vllm.engine.core import EngineCore
-from vllm.hybrid.reach import find_reaches
+from vllm.hybrid.reach import find_last_keeper, find_reaches
 from vllm.model_executor.models.blocks import DecoderBlock
+from vllm.model_executor.models.gemma3n_parts import SparseMlpBlock
 from vllm.sequence import SequenceRequest
 from vllm.step import RowSampling
 from vllm.types import DType
@@ -49,11 +51,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
+READERS = {
+    **BASE,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+    "sliding_window": WINDOW,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+    "altup_num_inputs": 3,
+    "laurel_rank": 8,
+    "max_position_embeddings": 2048,
+}
 LENS = (1700, 40, 700, 1100, 513)
 
 
-@pytest.fixture(scope="module", params=sorted(SHAPES))
+@pytest.fixture(scope="module", params=[*sorted(SHAPES), "readers"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "readers":
+        row = TinyRow(model_type="gemma3n_text", config=READERS)
+        return make_checkpoint(row, tmp_path_factory.mktemp("readers")).directory
     model = build_reach("gemma3_text", max_position_embeddings=2048, **SHAPES[request.param])
     return save_checkpoint(model, tmp_path_factory.mktemp(request.param))
 
@@ -79,6 +96,7 @@ def start(checkpoint: Path, *, cuts: bool, **flags: Any) -> Iterator[EngineCore]
     with pytest.MonkeyPatch.context() as patch:
         if not cuts:
             patch.setattr(layer_setup, "find_reaches", lambda specs: ())
+            patch.setattr(layer_setup, "find_last_keeper", lambda specs, windows: None)
             patch.setattr(core, "find_group_reaches", lambda specs, groups: ())
         options = {"max_model_len": 2000, "max_num_batched_tokens": 2048, **flags}
         with run_engine(checkpoint, **options) as engine:
@@ -156,6 +174,24 @@ def test_only_what_an_answer_sees_is_computed(tmp_path: Path) -> None:
     assert counted == {0: 1700, 1: 1700 - first, 2: 1700 - first, 3: 1700 - 1536, 4: 1}
 
 
+def test_layers_that_keep_nothing_are_run_for_sampled_tokens(tmp_path: Path) -> None:
+    """Layers 4 to 6 of Gemma 3n read the caches of layers 2 and 3."""
+    row = TinyRow(model_type="gemma3n_text", config=READERS)
+    directory = make_checkpoint(row, tmp_path).directory
+    counted: Counter[int] = Counter()
+    original = SparseMlpBlock.forward
+
+    def forward(self: SparseMlpBlock, x_TE: torch.Tensor) -> torch.Tensor:
+        counted[id(self)] += len(x_TE)
+        return original(self, x_TE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseMlpBlock, "forward", forward)
+        with start(directory, cuts=True, max_num_batched_tokens=600) as engine:
+            answer(engine, [ask("0", make_reach_prompt(1000), num_tokens=3)])
+    assert sorted(counted.values()) == [3] * 3 + [1002] * 4
+
+
 def test_a_prompt_that_forks_is_computed_from_there(tmp_path: Path) -> None:
     """Where an earlier prompt went another way, the rows for a third one are made."""
     shape = SHAPES["windows_above"]
@@ -211,13 +247,20 @@ def test_reaches(lifetimes: list[Lifetime], reaches: tuple[tuple[int, int], ...]
     assert find_reaches(specs) == reaches
 
 
-def test_a_layer_that_reads_another_needs_all_of_it() -> None:
-    """What the owner keeps is written below the reader, for every token."""
+def test_layers_that_read_others() -> None:
+    """What an owner keeps is written below its readers, for every token."""
     fields = (CacheField(name="k", shape=(1,), dtype=DType.FLOAT32),)
-    window = Window(tokens=8)
+    window, chunk = Window(tokens=8), Chunk(tokens=8)
     specs = [
         LayerCacheSpec(layer=0, fields=fields, lifetime=window),
         LayerCacheSpec(layer=1, fields=(), lifetime=window, reads_from=0),
         LayerCacheSpec(layer=2, fields=fields, lifetime=window),
+        LayerCacheSpec(layer=3, fields=(), lifetime=Nothing()),
+        LayerCacheSpec(layer=4, fields=(), lifetime=window, reads_from=0),
+        LayerCacheSpec(layer=5, fields=(), lifetime=chunk, reads_from=0),
     ]
-    assert find_reaches(specs) == ((1, 8),)
+    assert find_reaches(specs[:3]) == ((1, 8),)
+    assert find_last_keeper(specs[:4], {4: 7}) is None
+    assert find_last_keeper(specs[:5], {4: 7}) == 2
+    assert find_last_keeper(specs[:5], {4: 8}) is None, "a later step sees one row less"
+    assert find_last_keeper(specs, {4: 7, 5: 0}) is None

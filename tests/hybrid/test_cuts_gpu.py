@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.e2e.gpu.engines import GREEDY, WITH_PROMPTS, compare, generate, make_prompts, run_engine
+from tests.hybrid.models.tiny import TinyRow, make_checkpoint
+from tests.hybrid.test_cuts import READERS
 from tests.utils.fixtures_models import build_reach, save_checkpoint
 from vllm.worker.block_table import Int64Array
 from vllm.worker.cut_batch import CutRows
@@ -21,21 +23,24 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NUM_TOKENS = 8
+WINDOWS = {
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 5,
+    "sliding_window": 100,
+    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3,
+}
 PROMPT_LENS = (1700, 40, 700, 1100, 513, 1300)
 
 
 @pytest.mark.parametrize("budget", [4096, 700])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text"])
 def test_same_answers_with_cuts_and_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, budget: int
 ) -> None:
-    model = build_reach(
-        "gemma3_text",
-        max_position_embeddings=2048,
-        num_hidden_layers=5,
-        sliding_window=100,
-        layer_types=["full_attention"] * 2 + ["sliding_attention"] * 3,
-    )
-    folder = save_checkpoint(model, tmp_path)
+    if family == "gemma3n_text":
+        folder = make_checkpoint(TinyRow(model_type=family, config=READERS), tmp_path).directory
+    else:
+        folder = save_checkpoint(build_reach(family, **WINDOWS), tmp_path)
     num_left: list[int] = []
     original = CutRows.list_sent
 

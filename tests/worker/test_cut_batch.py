@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from vllm.batch import Cut, ForwardBatch, GroupBatch
 from vllm.worker.block_table import Int64Array
-from vllm.worker.cut_batch import RowLens, make_cut
+from vllm.worker.cut_batch import CutPoints, RowLens, make_cut
 
 GRAIN = 8
 BLOCK_TOKENS = (4, 8)
@@ -20,16 +21,17 @@ WINDOWS = (9, 3, 17)
 """Of the layers above layer 0, which keeps every token."""
 
 
-def list_reaches() -> list[tuple[int, int]]:
+def list_reaches() -> tuple[tuple[int, int], ...]:
     """Return how many tokens go on behind each layer, counted one layer after the other."""
     reaches, needed = [], 1
     for layer in reversed(range(len(WINDOWS))):
         needed += WINDOWS[layer] - 1
         reaches.append((layer, needed))
-    return reaches[::-1]
+    return tuple(reaches[::-1])
 
 
 REACHES = list_reaches()
+POINTS = CutPoints(reaches=REACHES)
 
 
 def send(arrays: Sequence[Int64Array]) -> list[Tensor]:
@@ -127,7 +129,7 @@ def test_no_layer_reads_what_was_not_computed(seed: int) -> None:
         )
         batch: ForwardBatch | None = make_step(new, computed, sampled)
         assert batch is not None
-        cuts = walk(make_cut(batch, lens, REACHES, GRAIN, send))
+        cuts = walk(make_cut(batch, lens, POINTS, GRAIN, send))
         for layer in range(len(WINDOWS)):
             if batch is not None and cuts and cuts[0].layer <= layer:
                 batch = check_cut(batch, cuts.pop(0))
@@ -180,14 +182,50 @@ def check_cut(batch: ForwardBatch, cut: Cut) -> ForwardBatch | None:
 def test_short_prompts_are_not_cut() -> None:
     new, computed = np.array([1, 20, 26]), np.array([200, 0, 0])
     lens = RowLens(new=new, computed=computed, goals=np.array([150, 20, 26]), sampled=np.arange(3))
-    assert make_cut(make_step(new, computed, [0, 1, 2]), lens, REACHES[:1], GRAIN, send) is None
+    assert (
+        make_cut(
+            make_step(new, computed, [0, 1, 2]), lens, CutPoints(reaches=REACHES[:1]), GRAIN, send
+        )
+        is None
+    )
 
 
 def test_rows_without_a_goal_keep_all_their_tokens() -> None:
     new, computed = np.array([90, 90]), np.array([0, 0])
     lens = RowLens(new=new, computed=computed, goals=np.array([0, 90]), sampled=np.arange(2))
-    cuts = walk(make_cut(make_step(new, computed, [0, 1]), lens, REACHES, GRAIN, send))
+    cuts = walk(make_cut(make_step(new, computed, [0, 1]), lens, POINTS, GRAIN, send))
     assert [cut.layer for cut in cuts] == [layer for layer, _ in REACHES]
     for cut in cuts:
         assert cut.batch is not None
         assert cut.batch.new_lens_cpu[0] == 90
+
+
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_behind_the_last_layer_that_keeps_something(has_kept: bool) -> None:
+    """Only tokens that need logits go on; their sequences stay whole."""
+    new, computed = np.array([1, 40, 3, 50]), np.array([30, 8, 0, 16])
+    lens = RowLens(new=new, computed=computed, goals=computed + new, sampled=np.array([0, 1, 2]))
+    batch = make_step(new, computed, [0, 1, 2])
+    batch = batch if has_kept else replace(batch, kept_rows=None)
+    cuts = walk(make_cut(batch, lens, CutPoints(last_keeper=5), GRAIN, send))
+    if not has_kept:
+        assert not cuts
+        return
+    (cut,) = cuts
+    assert cut.layer == 5
+    inner = check_cut(batch, cut)
+    assert inner is not None
+    assert inner.new_lens_cpu == (1, 1, 1)
+    assert inner.seq_lens.tolist() == [31, 48, 3]
+    assert inner.positions.tolist() == [30, 47, 2]
+    assert inner.input_ids[inner.logits_rows].tolist() == [30, 10047, 20002]
+    for group, before in zip(inner.groups, batch.groups, strict=True):
+        width = group.block_offsets.shape[1]
+        assert group.block_offsets.tolist() == before.block_offsets[:3, :width].tolist()
+
+
+def test_decode_rows_have_nothing_to_leave_behind() -> None:
+    new, computed = np.array([1, 1]), np.array([30, 8])
+    lens = RowLens(new=new, computed=computed, goals=computed, sampled=np.arange(2))
+    points = CutPoints(last_keeper=5)
+    assert make_cut(make_step(new, computed, [0, 1]), lens, points, GRAIN, send) is None

@@ -19,6 +19,7 @@ from vllm._custom_ops.naive import batch as naive
 from vllm.step import NewRow, PlanRow, RowSampling, StepPlan
 from vllm.worker import gpu_input_batch
 from vllm.worker.block_table import Int64Array
+from vllm.worker.cut_batch import CutPoints
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import StepInput
 from vllm.worker.prompt_size import PromptSize, list_prompt_sizes
@@ -205,7 +206,7 @@ def test_prompts_that_were_cut_are_not_padded(
         [geometry],
         torch.device("cpu"),
         prompt_sizes=PROMPT_SIZES,
-        reaches=[(3, reach)],
+        cuts=CutPoints(reaches=((3, reach),)),
     )
     blocks = list(range(-(-num_tokens // geometry.block_tokens)))
     sampling = RowSampling(num_prompt_logprobs=num_logprobs)

@@ -8,7 +8,7 @@ are refused by name and field, never served as if they were uniform.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.cache_spec import Chunk, Full, Lifetime, Nothing, State, Window
@@ -64,9 +64,15 @@ def read_layer_kinds(config: Config) -> tuple[LayerKind, ...]:
             f"num_hidden_layers is {num_layers}. Mend config.json."
         )
     owners = _read_owners(config, lifetimes)
+    names = [kind_name(lifetime) for lifetime in lifetimes]
+    if owners:  # which are read once more when all tokens of a step are written
+        lifetimes = [
+            replace(life, tokens=life.tokens + 1) if isinstance(life, Window) else life
+            for life in lifetimes
+        ]
     return tuple(
-        LayerKind(layer=i, kind=kind_name(life), lifetime=life, reads_from=owners.get(i))
-        for i, life in enumerate(lifetimes)
+        LayerKind(layer=i, kind=name, lifetime=life, reads_from=owners.get(i))
+        for i, (name, life) in enumerate(zip(names, lifetimes, strict=True))
     )
 
 

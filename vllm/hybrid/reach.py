@@ -13,9 +13,9 @@ engine, whose prefix index must not offer rows that were never computed. Our own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from vllm.cache_spec import KVCacheGroup, LayerCacheSpec, Nothing, State, Window
+from vllm.cache_spec import Full, KVCacheGroup, LayerCacheSpec, Nothing, State, Window
 
 
 def find_reaches(specs: Sequence[LayerCacheSpec]) -> tuple[tuple[int, int], ...]:
@@ -40,6 +40,26 @@ def find_reaches(specs: Sequence[LayerCacheSpec]) -> tuple[tuple[int, int], ...]
             break
         num_tokens += max(1, spec.lifetime.tokens) - 1
     return tuple(reversed(reaches))
+
+
+def find_last_keeper(specs: Sequence[LayerCacheSpec], windows: Mapping[int, int]) -> int | None:
+    """Return the last layer that keeps anything, where layers behind it read others, else None.
+
+    They are run for sampled tokens alone, when all rows of the step are written. What they see with
+    a window must still be kept then: that is one row more than a later step sees.
+
+    Args:
+        specs: what each decoder layer keeps, its policy applied.
+        windows: attention layer -> tokens that it sees; 0 is all.
+    """
+    last = max((spec.layer for spec in specs if spec.fields), default=0)
+    readers = [spec for spec in specs[last + 1 :] if spec.reads_from is not None]
+    has_all = all(
+        isinstance(spec.lifetime, Full)
+        or (isinstance(spec.lifetime, Window) and 0 < windows[spec.layer] < spec.lifetime.tokens)
+        for spec in readers
+    )
+    return last if readers and has_all else None
 
 
 def find_group_reaches(

@@ -22,6 +22,24 @@ Sender = Callable[[Sequence[Int64Array]], Sequence[Tensor]]
 """Brings int64 arrays to the device."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPoints:
+    """Where a model lets tokens stay behind.
+
+    Attributes:
+        reaches: (layer, the last tokens before a goal that go on behind it), layers ascending; a
+            layer that is not named passes all of them on. See NewRow for the goal.
+        last_keeper: behind this layer only tokens go on that need logits, which find in the cache
+            all that they see: none of the layers there keeps anything. None where they do.
+    """
+
+    reaches: tuple[tuple[int, int], ...] = ()
+    last_keeper: int | None = None
+
+
+NO_CUTS = CutPoints()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLens:
     """The rows of a step, decode rows first. All arrays are int64.
@@ -52,9 +70,18 @@ class RowLens:
         Args:
             firsts: [B], tokens before them stay behind and are no longer counted.
         """
-        ends = self.computed + self.new
         starts = np.maximum(self.computed, firsts)
-        kept = np.maximum(0, ends - starts)
+        return self._keep(np.maximum(0, self.computed + self.new - starts), firsts)
+
+    def keep_sampled(self) -> tuple[RowLens, Int64Array, Int64Array]:
+        """Return the same where rows that need logits go on with their last token."""
+        kept = np.zeros_like(self.new)
+        kept[self.sampled] = 1
+        return self._keep(kept, np.zeros_like(self.new))
+
+    def _keep(self, kept: Int64Array, firsts: Int64Array) -> tuple[RowLens, Int64Array, Int64Array]:
+        """Let the last `kept` tokens of each row go on, and count from `firsts` on; [B] each."""
+        starts = self.computed + self.new - kept
         rows = np.flatnonzero(kept)
         new = kept[rows]
         stops = np.cumsum(self.new)[rows]  # of each row's tokens in the step
@@ -122,22 +149,18 @@ class CutRows:
 
 
 def make_cut(
-    batch: ForwardBatch,
-    lens: RowLens,
-    reaches: Sequence[tuple[int, int]],
-    grain_tokens: int,
-    send: Sender,
+    batch: ForwardBatch, lens: RowLens, points: CutPoints, grain_tokens: int, send: Sender
 ) -> Cut | None:
     """Return where tokens of a step first stay behind, or None if all go on to the end.
 
     Args:
         batch: the step, not padded.
         lens: its rows.
-        reaches: (layer, the last tokens before a goal that go on behind it), layers ascending.
+        points: of the model.
         grain_tokens: see `find_first_token`.
         send: to the device of the batch, once.
     """
-    plan = _plan_cuts(lens, reaches, grain_tokens)
+    plan = _plan_cuts(lens, points, grain_tokens, has_kept=batch.kept_rows is not None)
     arrays = [rows.list_sent() for rows in plan]
     sent = iter(send([array for part in arrays for array in part])) if plan else iter(())
     made: list[tuple[CutRows, Tensor, ForwardBatch | None]] = []
@@ -154,11 +177,16 @@ def make_cut(
 
 
 def _plan_cuts(
-    lens: RowLens, reaches: Sequence[tuple[int, int]], grain_tokens: int
+    lens: RowLens, points: CutPoints, grain_tokens: int, *, has_kept: bool
 ) -> list[CutRows]:
     """Return the cuts of a step, up to the one behind which nothing is left."""
     plan: list[CutRows] = []
-    for layer, reach in reaches:
+    layer = points.last_keeper
+    if layer is not None and has_kept and len(lens.sampled) < lens.new.sum():
+        left, rows, tokens = lens.keep_sampled()
+        firsts = np.zeros_like(rows)
+        return [CutRows(layer=layer, left=left, firsts=firsts, rows=rows, tokens=tokens)]
+    for layer, reach in points.reaches:
         firsts = lens.find_firsts(reach, grain_tokens)
         if not firsts.any():
             continue

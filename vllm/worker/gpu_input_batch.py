@@ -21,6 +21,7 @@ from vllm.batch import ForwardBatch, GroupBatch
 from vllm.core.cache_manager import DEFAULT_GRAIN_TOKENS
 from vllm.step import PlanRow, find_first_token
 from vllm.worker.block_table import GroupGeometry, Int64Array
+from vllm.worker.cut_batch import NO_CUTS, CutPoints
 from vllm.worker.device_table import DeviceBlockTable
 from vllm.worker.input_batch import BatchRow, InputBatch, want_logprobs
 from vllm.worker.mixed_rows import MixedRows, SentRows
@@ -68,7 +69,7 @@ class GpuInputBatch(InputBatch):
         geometries: the KV cache groups.
         decode_sizes: rows that decode steps are padded to, ascending.
         prompt_sizes: what small steps with prompts are padded to, ascending.
-        reaches: see InputBatch.
+        cuts: see InputBatch.
 
     Attributes:
         last_tokens: int64 [rows + 1], the newest token of every persistent row, and one that
@@ -87,12 +88,12 @@ class GpuInputBatch(InputBatch):
         device: torch.device,
         decode_sizes: Sequence[int] = (),
         prompt_sizes: Sequence[PromptSize] = (),
-        reaches: Sequence[tuple[int, int]] = (),
+        cuts: CutPoints = NO_CUTS,
     ) -> None:
         # Rows that a step drops stay until it comes, so that there may be more than it computes.
         num_rows = 2 * max_num_seqs
         self._device_tables: list[DeviceBlockTable] = []
-        super().__init__(num_rows, max_model_len, geometries, device, reaches)
+        super().__init__(num_rows, max_model_len, geometries, device, cuts)
         self._max_model_len = max_model_len
         self._decode_sizes = tuple(decode_sizes)
         self._prompt_sizes = tuple(prompt_sizes)
@@ -231,9 +232,10 @@ class GpuInputBatch(InputBatch):
 
     def _have_been_cut(self, plan_rows: Sequence[PlanRow], rows: Sequence[BatchRow]) -> bool:
         """Whether earlier tokens of a prompt stayed behind, so that its next ones must be cut."""
-        if not self._reaches:
+        reaches = self._cuts.reaches
+        if not reaches:
             return False
-        least = min(reach for _, reach in self._reaches)
+        least = min(reach for _, reach in reaches)
         return any(
             row.num_entry_tokens < planned.num_computed_tokens < row.goal - 1
             and find_first_token(row.goal, least, self._cut_grain) > row.num_entry_tokens

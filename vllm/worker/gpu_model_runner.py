@@ -8,7 +8,7 @@ it knows no requests and no owners of blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
 from vllm.worker.cuda_graph import StepGraphs, list_graph_sizes
+from vllm.worker.cut_batch import NO_CUTS, CutPoints
 from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import BatchRow, StepInput
 from vllm.worker.model_runner import list_group_kernels, make_outputs
@@ -54,7 +55,7 @@ class GpuModelRunner:
     Args:
         cache: this rank's cache.
         kernels: kernel of each attention layer.
-        reaches: see InputBatch.
+        cuts: see InputBatch.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class GpuModelRunner:
         *,
         limits: RunnerLimits,
         device: torch.device,
-        reaches: Sequence[tuple[int, int]] = (),
+        cuts: CutPoints = NO_CUTS,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -87,7 +88,7 @@ class GpuModelRunner:
             device,
             decode_sizes=decode_sizes,
             prompt_sizes=self.prompt_sizes,
-            reaches=reaches,
+            cuts=cuts,
         )
         self._has_graphs = limits.has_graphs
         self._decodes = StepGraphs(self.run_decode, decode_sizes, "decode steps")

@@ -117,7 +117,7 @@ def make_runner(
         tp,
         limits=read_limits(config, layers),
         device=device,
-        reaches=layers.reaches,
+        cuts=layers.cuts,
     )
     runner.capture()
     return runner

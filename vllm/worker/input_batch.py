@@ -20,7 +20,7 @@ from vllm.batch import ForwardBatch, GroupBatch
 from vllm.model_executor.layers.sampling_state import SamplingState
 from vllm.step import NewRow, PlanRow, StepPlan
 from vllm.worker.block_table import BlockTable, GroupGeometry, Int64Array
-from vllm.worker.cut_batch import RowLens, Sender, make_cut
+from vllm.worker.cut_batch import NO_CUTS, CutPoints, RowLens, Sender, make_cut
 
 _MIN_SPARED_TOKENS = 32
 """Of a step; with fewer the last MLP of all tokens costs less than leaving the fused layers."""
@@ -78,7 +78,7 @@ class InputBatch:
         max_num_seqs: rows to make room for; more are taken when they come.
         max_model_len: most tokens of a sequence.
         geometries: the KV cache groups.
-        reaches: (layer, the last tokens of prompts that go on behind it), layers ascending.
+        cuts: where tokens of prompts stay behind.
     """
 
     _first_token_grain = _KEY_PART
@@ -89,10 +89,10 @@ class InputBatch:
         max_model_len: int,
         geometries: Sequence[GroupGeometry],
         device: torch.device,
-        reaches: Sequence[tuple[int, int]] = (),
+        cuts: CutPoints = NO_CUTS,
     ) -> None:
         capacity = max(1, max_num_seqs)
-        self._reaches = tuple(reaches)
+        self._cuts = cuts
         block_tokens = (g.block_tokens for g in geometries if not g.is_per_sequence)
         self._cut_grain = math.lcm(self._first_token_grain, *block_tokens)
         self._device = device
@@ -170,7 +170,7 @@ class InputBatch:
             num_tokens=num_tokens,
             num_prompt_tokens=new.num_prompt_tokens,
             num_entry_tokens=new.num_computed_tokens,
-            goal=0 if has_logprobs or not self._reaches else goal,
+            goal=0 if has_logprobs else goal,
             state=SamplingState(new),
         )
 
@@ -252,7 +252,7 @@ class InputBatch:
         send: Sender,
     ) -> ForwardBatch:
         """Return a step that is not padded with its cuts; `new` and `computed` are of its rows."""
-        if not self._reaches:
+        if self._cuts == NO_CUTS:
             return batch
         lens = RowLens(
             new=new,
@@ -260,7 +260,7 @@ class InputBatch:
             goals=np.array([row.goal for row in rows], dtype=np.int64),
             sampled=np.array(sampled, dtype=np.int64),
         )
-        return replace(batch, cut=make_cut(batch, lens, self._reaches, self._cut_grain, send))
+        return replace(batch, cut=make_cut(batch, lens, self._cuts, self._cut_grain, send))
 
     def _send(self, arrays: Sequence[Int64Array]) -> list[Tensor]:
         return [self._tensor(array) for array in arrays]

@@ -17,9 +17,10 @@ from vllm.cache_spec import KVCacheGroup, LayerCacheSpec
 from vllm.config import EngineConfig
 from vllm.hybrid.apply import limit_layers, name_specs
 from vllm.hybrid.grouping import group_layers
-from vllm.hybrid.reach import find_reaches
+from vllm.hybrid.reach import find_reaches, find_last_keeper
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms.interface import Platform
+from vllm.worker.cut_batch import NO_CUTS, CutPoints
 from vllm.worker.hybrid_cache import count_hybrid_bytes
 from vllm.worker.report import LayerKernel
 
@@ -34,14 +35,13 @@ class LayerSetup:
         specs: what each decoder layer keeps, sizes of this rank.
         kernels: kernel of each attention layer.
         block_tokens: block sizes in tokens that the kernels of all layers take.
-        reaches: (layer, the last tokens of prompts that go on behind it), layers ascending; a layer
-            that is not named passes all of them on.
+        cuts: where tokens of prompts stay behind.
     """
 
     specs: tuple[LayerCacheSpec, ...] = ()
     kernels: tuple[LayerKernel, ...] = ()
     block_tokens: tuple[int, ...] = ()
-    reaches: tuple[tuple[int, int], ...] = ()
+    cuts: CutPoints = NO_CUTS
 
     @property
     def kernel_names(self) -> dict[int, str]:
@@ -105,7 +105,10 @@ def set_up_layers(
             for layer, choice in choices.items()
         ),
         block_tokens=_list_block_tokens(queries, kernels, sorted(sizes)),
-        reaches=find_reaches(specs),
+        cuts=CutPoints(
+            reaches=find_reaches(specs),
+            last_keeper=find_last_keeper(specs, {i: query.window for i, query in queries.items()}),
+        ),
     )
 
 

@@ -7,7 +7,7 @@ ranks rank 0 chooses the tokens and tells the others, so that the rows of all ra
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.sampler import Sampler, SampleRequest, SampleRes
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.step import RowOutput, StepOutput, StepPlan
 from vllm.worker.cache_engine import CacheEngine
+from vllm.worker.cut_batch import NO_CUTS, CutPoints
 from vllm.worker.input_batch import InputBatch, StepInput
 from vllm.worker.pending_step import FinishedStep, PendingStep
 from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
@@ -29,7 +30,7 @@ class ModelRunner:
     Args:
         cache: this rank's cache.
         kernels: kernel of each attention layer.
-        reaches: see InputBatch.
+        cuts: see InputBatch.
     """
 
     def __init__(
@@ -42,16 +43,14 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
-        reaches: Sequence[tuple[int, int]] = (),
+        cuts: CutPoints = NO_CUTS,
     ) -> None:
         self._model = model
         self._cache = cache
         self._tp = tp
         self._device = device
         self._sampler = Sampler()
-        self._input_batch = InputBatch(
-            max_num_seqs, max_model_len, cache.geometries, device, reaches
-        )
+        self._input_batch = InputBatch(max_num_seqs, max_model_len, cache.geometries, device, cuts)
         self._kernels = list_group_kernels(cache, kernels)
 
     def submit(self, plan: StepPlan) -> PendingStep:

@@ -152,7 +152,7 @@ class Worker:
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=scheduler.max_model_len,
             device=self._device,
-            reaches=self._layers.reaches,
+            cuts=self._layers.cuts,
         )
 
     def _choose_cache_bytes(self, model: TextModel) -> int:

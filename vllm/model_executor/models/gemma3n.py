@@ -158,8 +158,15 @@ class Gemma3nForCausalLM(CausalLM):
         inputs_TLP = self._make_layer_inputs(batch.input_ids, embeddings_TE)
         streams_ATE = self.split.split(embeddings_TE)
         fresh: FreshRows = {}
+        cut = batch.cut
         for layer, stage in enumerate(self._layer_stages):
             streams_ATE = stage(streams_ATE, inputs_TLP[:, layer], fresh, batch, attention)
+            if cut is not None and cut.layer == layer:
+                streams_ATE, inputs_TLP = streams_ATE[:, cut.tokens], inputs_TLP[cut.tokens]
+                if cut.batch is None or attention.behind_cut is None:
+                    return streams_ATE[0]
+                fresh = dict.fromkeys(fresh, (None, None))  # they are cached by now
+                batch, attention = cut.batch, attention.behind_cut
         if batch.kept_rows is not None:
             streams_ATE = streams_ATE[:, batch.kept_rows]
         return self.norm(self.join.join(streams_ATE))

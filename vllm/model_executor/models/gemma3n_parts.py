@@ -35,7 +35,7 @@ from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, MlpBlo
 from vllm.model_executor.models.shapes import AttentionShape, MlpShape
 from vllm.utils.tensors import from_torch_dtype
 
-FreshRows = dict[int, tuple[Tensor, Tensor]]
+FreshRows = dict[int, tuple[Tensor | None, Tensor | None]]
 """Layer -> keys and values of this step's tokens, for layers that read its cache."""
 
 
