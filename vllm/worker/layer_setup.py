@@ -17,7 +17,7 @@ from vllm.cache_spec import KVCacheGroup, LayerCacheSpec
 from vllm.config import EngineConfig
 from vllm.hybrid.apply import limit_layers, name_specs
 from vllm.hybrid.grouping import group_layers
-from vllm.hybrid.reach import find_reaches, find_last_keeper
+from vllm.hybrid.reach import find_last_keeper, find_reaches
 from vllm.model_executor.models.interfaces import TextModel
 from vllm.platforms.interface import Platform
 from vllm.worker.cut_batch import NO_CUTS, CutPoints
