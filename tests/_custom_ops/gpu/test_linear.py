@@ -64,7 +64,7 @@ def test_gated_is_near_float32(num_rows: int, inner: int, k: int, activation: st
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_replays_are_the_same_bits(num_rows: int) -> None:
     """Parts of K arrive in any order; their sum does not know it."""
-    from vllm._custom_ops.triton import linear, product
+    from vllm._custom_ops.triton import arrival, linear
 
     x, weight, bias = make(num_rows, 3584, 3584, torch.bfloat16)
     plain = torch.empty(num_rows, 3584, dtype=x.dtype, device="cuda")
@@ -83,4 +83,4 @@ def test_replays_are_the_same_bits(num_rows: int) -> None:
         graph.replay()
         assert torch.equal(plain, expected[0])
         assert torch.equal(gated, expected[1])
-    assert product.get_counters(x.device).abs().sum() == 0
+    assert arrival.get_counters(x.device).abs().sum() == 0

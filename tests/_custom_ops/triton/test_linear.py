@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.utils.ops import assert_near, poisoned, random_rows
 from vllm._custom_ops.naive import linear as naive
-from vllm._custom_ops.triton import linear, linear_table, product
+from vllm._custom_ops.triton import arrival, linear, linear_table
 from vllm._custom_ops.triton.linear_table import SkinnyConfig
 from vllm.errors import ShapeError
 
@@ -53,7 +53,7 @@ def test_forms_equal_twin(
         linear.launch_skinny(out, x, weight, bias, "", config)
         naive.skinny_linear(expected, x, weight, bias)
         assert_close(out, expected)
-        assert product.get_counters(x.device).abs().sum() == 0
+        assert arrival.get_counters(x.device).abs().sum() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

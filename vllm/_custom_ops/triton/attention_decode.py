@@ -14,13 +14,12 @@ first, and what they leave is folded without a barrier.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.arrival import NUM_COUNTERS, get_counters
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_pieces import (
     NOTHING,
@@ -59,10 +58,7 @@ from vllm._custom_ops.triton.attention_tile import (
 from vllm._custom_ops.triton.device import count_processors
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
-from vllm.errors import KernelError
 from vllm.utils.math import cdiv
-
-_MAX_ARRIVALS = 1 << 16
 
 
 @triton.jit
@@ -318,7 +314,7 @@ def _launch(
         rows,
         scratch,
         scratch[num_sums * value_elements :],
-        arrival_counters(device),
+        get_counters(device),
         args.scale,
         args.soft_cap,
         args.mask()[0],
@@ -356,23 +352,8 @@ def _launch(
 def _choose_splits(
     args: AttentionArgs, num_groups: int, max_seq_len: int, tile: Tile, value_elements: int
 ) -> Splits:
-    if num_groups > _MAX_ARRIVALS:
+    if num_groups > NUM_COUNTERS:
         return Splits(launched=1, even=1)
     processors = count_processors(args.query.device)
     longest = args.longest_view(max_seq_len)
     return count_splits(num_groups, longest, tile, value_elements, processors)
-
-
-@functools.cache
-def arrival_counters(device: torch.device) -> Tensor:
-    """Return the counters of a device, int32 zeros between launches on its one stream.
-
-    Raises:
-        KernelError: first asked for while a graph is captured, which would record their zeroing.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise KernelError(
-            "attention cannot run for the first time while a CUDA graph is captured; run the step "
-            "once before the capture"
-        )
-    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.arrival import NUM_COUNTERS, get_counters, is_last_to_arrive
 from vllm._custom_ops.triton.device import count_processors
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.linear_table import (
@@ -23,10 +24,7 @@ from vllm._custom_ops.triton.linear_table import (
 )
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.product import (
-    NUM_COUNTERS,
     activate,
-    get_counters,
-    is_last_to_arrive,
     multiply_row,
     multiply_tile,
 )

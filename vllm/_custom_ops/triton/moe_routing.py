@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.arrival import get_counters, is_last_to_arrive
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
-from vllm._custom_ops.triton.product import get_counters, is_last_to_arrive
 from vllm.utils.math import cdiv, next_power
 
 _GROUP_PAIRS = 1024

@@ -12,13 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.arrival import NUM_COUNTERS, get_counters, is_last_to_arrive
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.moe_product import Product, finish, sum_token
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.product import (
-    NUM_COUNTERS,
-    get_counters,
-    is_last_to_arrive,
     multiply_tile,
 )
 from vllm.utils.math import cdiv, next_power

@@ -1,4 +1,4 @@
-"""Parts of kernels that multiply rows by weights: the loops over K, the activations, the arrival.
+"""Parts of kernels that multiply rows by weights: the loops over K, the activations.
 
 Called by the kernels of `linear.py` and `moe.py`. Sums are float32 and run over K in rising order;
 rows and columns outside are not read. Weights are row-major with K elements a row.
@@ -6,43 +6,8 @@ rows and columns outside are not read. Weights are row-major with K elements a r
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from vllm.errors import KernelError
-
-NUM_COUNTERS = 1 << 16
-
-
-@functools.cache
-def get_counters(device: torch.device) -> Tensor:
-    """Return the arrival counters of a device, int32 [NUM_COUNTERS], all zero between two kernels.
-
-    Kernels that use them must run on one stream.
-
-    Raises:
-        KernelError: first asked for while a graph is captured, which would record their zeroing.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise KernelError(
-            "linear and mixture ops cannot run for the first time while a CUDA graph is captured; "
-            "run the step once before the capture"
-        )
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def is_last_to_arrive(counter, num_programs):
-    """Whether all other programs have stored their parts; the last one resets the counter."""
-    tl.debug_barrier()  # the atomic is one thread's: the stores of the others come before it
-    is_last = tl.atomic_add(counter, 1) == num_programs - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
 
 
 @triton.jit
