@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm._custom_ops.triton.launch import knows_triton
 from vllm.attention.backends.abstract import KernelQuery
+from vllm.attention.backends.table import KERNELS, rank_kernels
 from vllm.attention.probe import run_probe
+from vllm.attention.selector import read_env_kernel
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.logger import init_logger
@@ -43,7 +47,20 @@ def make_compiler() -> AbstractContextManager[KernelCompiler | None]:
         return nullcontext()
     from vllm._custom_ops.triton.compiler import KernelCompiler  # noqa: PLC0415
 
-    return KernelCompiler()
+    return KernelCompiler(starts_early=not expects_others())
+
+
+def expects_others() -> bool:
+    """Return whether attention kernels of others may serve, so that nothing is compiled ahead.
+
+    Known before the model is: the environment names one, or a package is there that is preferred.
+    """
+    named = read_env_kernel("cuda")
+    if named is not None:
+        return named != _OURS
+    preferred = takewhile(lambda name: name != _OURS, rank_kernels("cuda"))
+    packages = (KERNELS[name].package for name in preferred)
+    return any(package and find_spec(package[0]) for package in packages)
 
 
 def compile_ahead(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests._custom_ops.triton.stand_in import Driver, Launcher  # noqa: E402
 from vllm._custom_ops.triton import cache_folder, compiler  # noqa: E402
 from vllm._custom_ops.triton.ahead import KernelNote, note_kernels  # noqa: E402
 from vllm._custom_ops.triton.compiler import KernelCompiler  # noqa: E402
+from vllm.worker import gpu_kernels  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,42 @@ def test_its_process_starts_early_where_it_will_be_needed(
             assert bool(started) == (num_processors > 2 and not has_entries)
             made.compile([])
         assert list_children(os.getpid()) == before, "also if it was not needed"
+
+
+def test_its_process_does_not_start_early_for_kernels_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", None)
+        with KernelCompiler(starts_early=False):
+            pass
+    before = list_children(os.getpid())
+    with KernelCompiler(starts_early=False) as made:
+        made.compile(note(kernel_to_compile.make()))
+        assert list_children(os.getpid()) != before, "nobody else has served after all"
+
+
+@pytest.mark.parametrize(
+    ("named", "installed", "expected"),
+    [
+        ("", (), False),
+        ("auto", ("xformers",), False),
+        ("", ("flash_attn",), True),
+        ("", ("flash_attn_interface", "xformers"), True),
+        ("triton", ("flash_attn",), False),
+        ("FLASH_ATTN", (), True),
+        ("XFORMERS", (), True),
+        ("TORCH_SDPA", (), True),
+    ],
+)
+def test_kernels_of_others_are_expected(
+    monkeypatch: pytest.MonkeyPatch, named: str, installed: tuple[str, ...], expected: bool
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", named)
+    specs = {name: ModuleSpec(name, None) for name in installed}
+    monkeypatch.setattr(gpu_kernels, "find_spec", specs.get)
+    assert gpu_kernels.expects_others() is expected
 
 
 def test_few_kernels_do_not_start_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,17 +52,20 @@ class KernelCompiler:
     something to compile, and else when it is needed.
 
     Args:
+        starts_early: whether there will be something to compile, as far as is known.
         max_s: seconds after which what is not done is given up.
     """
 
-    def __init__(self, *, max_s: float = _MAX_S) -> None:
+    def __init__(self, *, starts_early: bool = True, max_s: float = _MAX_S) -> None:
+        self._starts_early = starts_early
         self._max_s = max_s
         self._num_processors = len(os.sched_getaffinity(0))
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> KernelCompiler:
         threading.Thread(target=_make_ready, daemon=True).start()
-        if self._num_processors > _SPARE_PROCESSORS and is_cache_empty():
+        has_room = self._num_processors > _SPARE_PROCESSORS
+        if self._starts_early and has_room and is_cache_empty():
             self._start()
         return self
 
