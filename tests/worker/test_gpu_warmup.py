@@ -49,13 +49,13 @@ def test_one_padded_step_of_each_kind(limits: tuple[int, int]) -> None:
 
 
 def test_two_layers_of_each_kind_and_the_last_stand_for_all(tmp_path: Path) -> None:
-    directory = write_checkpoint("qwen3_next_dense", tmp_path)
+    directory = write_checkpoint("gemma3", tmp_path)
     config = EngineArgs(
         model=str(directory), device="cpu", skip_tokenizer_init=True, max_model_len=64
     ).create_engine_config()
     cls, _ = get_model_architecture(config.model_config)
     fields = config.model_config.hf_config
-    types = [*["linear_attention"] * 3, "full_attention"] * 3
+    types = [*["sliding_attention"] * 3, "full_attention"] * 3
     fields = {**fields, "layer_types": types, "num_hidden_layers": len(types)}
     with torch.device("meta"):
         model = cls(fields, dtype=torch.float32, tp=TensorParallel.single(), max_model_len=64)
