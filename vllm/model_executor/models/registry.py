@@ -1,8 +1,7 @@
 """ModelRegistry: architecture names to model classes, built in or of others.
 
 Users register their own models here; the loader resolves a checkpoint's `architectures`. Importing
-this
-file imports no torch: a model's module is imported when its class is asked for.
+this file imports no torch: a model's module is imported when its class is asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From names of checkpoints to places in a model, and the loading that follows from it.
 
 A family is a tuple of `WeightRow`s; `load_weights` expands them over layers and experts, checks
-every
-shape, and accounts for every name: used, ignored for a reason, or unknown. Never reads files.
+every shape, and accounts for every name: used, ignored for a reason, or unknown. Never reads files.
 """
 
 from __future__ import annotations
