@@ -295,6 +295,9 @@ def test_state_and_config(engine: AsyncLLMEngine, run) -> None:
         assert stats.startup["num_cache_tokens"] == NUM_BLOCKS * 16
         with pytest.raises(RequestError, match="embedding"):
             await engine.encode("A", None, "e")
+        with pytest.raises(RequestError, match="embedding"):  # 0.6.3's form
+            async for _ in engine.encode("A", None, "e"):
+                pass
         with pytest.raises(RuntimeError, match="already running"):
             engine.start_background_loop()
 

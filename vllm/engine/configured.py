@@ -85,7 +85,7 @@ class ConfiguredEngine:
         """Stop giving statistics to a logger; KeyError if there is none of that name."""
         self._text.recorder.remove(logger_name)
 
-    async def encode(
+    def encode(
         self,
         prompt: PromptType,
         pooling_params: PoolingParams,
@@ -94,5 +94,5 @@ class ConfiguredEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> NoReturn:
-        """Refuse: embedding models are not served."""
+        """Refuse at once, whether the caller awaits or iterates: embedding models are not served."""
         raise RequestError("embedding models are not served; use generate")
