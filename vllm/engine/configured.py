@@ -94,5 +94,5 @@ class ConfiguredEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> NoReturn:
-        """Refuse at once, whether the caller awaits or iterates: embedding models are not served."""
+        """Refuse at once, awaited or iterated over: embedding models are not served."""
         raise RequestError("embedding models are not served; use generate")
