@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.utils.tiny_engine import make_config, make_first_plan, make_layout, r
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.executor import make_executor
 from vllm.executor.multiproc_executor import MultiprocExecutor
+from vllm.executor.worker_process import find_rank_folder
 from vllm.step import PlanRow, RowSampling, StepPlan
 
 PROMPTS = [[3, 4, 5] * 7, [9], [100, 200, 300, 1]]
@@ -159,6 +161,9 @@ def test_large_plans_and_outputs_do_not_wait_for_each_other(clean: MultiprocExec
 def test_an_idle_rank_that_is_killed_is_named() -> None:
     executor = start()
     executor.check_health()
+    folder = find_rank_folder(Path(executor._directory.name, "rendezvous").as_uri())
+    folder.mkdir()
+    (folder / "of a kernel").touch()
     os.kill(executor.rank_pids()[1], signal.SIGKILL)
     deadline_s = time.monotonic() + 5
     with pytest.raises(EngineDeadError, match="rank 1 was killed by SIGKILL"):
@@ -170,6 +175,7 @@ def test_an_idle_rank_that_is_killed_is_named() -> None:
     wait_until_gone(executor.rank_pids(), 5)
     executor.shutdown()
     executor.shutdown()
+    assert not folder.parent.exists(), "nothing is left behind"
 
 
 def test_a_rank_that_dies_in_a_step_ends_it_within_seconds() -> None:

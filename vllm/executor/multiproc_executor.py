@@ -55,7 +55,10 @@ class MultiprocExecutor:
         self._outputs: dict[int, StepOutput] = {}
         self._cause: EngineDeadError | None = None
         self._is_closed = False
-        self._directory = tempfile.TemporaryDirectory(prefix="vllm-ranks-")
+        # A process that a rank has started may still write while it is removed.
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="vllm-ranks-", ignore_cleanup_errors=True
+        )
         init_method = Path(self._directory.name, "rendezvous").as_uri()
         self._is_loaded = False
         self._ranks = [start_rank(i) for i in range(config.parallel_config.tensor_parallel_size)]

@@ -19,7 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
+from urllib.parse import unquote, urlsplit
 
 from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
@@ -67,6 +69,10 @@ def _serve(
     tp = TensorParallel.connect(
         rank, parallel.tensor_parallel_size, init_method, config.device_config.device
     )
+    if config.device_config.device == "cuda":
+        from vllm.worker.gpu_setup import share_cache_folder  # noqa: PLC0415  brings Triton along
+
+        share_cache_folder(find_rank_folder(init_method))
     worker = Worker(config, tp)
     connection.send_bytes(wire.pack(wire.REPORT, worker.load()))
     decode_plan = wire.make_plan_decoder(rank)
@@ -91,6 +97,14 @@ def _serve(
             return
         else:
             raise AssertionError(f"unknown frame {kind!r}")
+
+
+def find_rank_folder(init_method: str) -> Path:
+    """Return the folder of compiled kernels beside the file by which the ranks meet.
+
+    The engine removes it with the file, also if a rank was killed.
+    """
+    return Path(unquote(urlsplit(init_method).path)).with_name("triton")
 
 
 def _make_watcher(

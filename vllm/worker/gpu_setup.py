@@ -5,6 +5,9 @@ Imported only where the model is on a GPU: it brings the Triton ops along.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 
 from vllm._custom_ops.triton.table import register_triton_ops
@@ -32,6 +35,17 @@ def set_up_device(index: int) -> torch.device:
 
     provide_cache_folder()
     return device
+
+
+def share_cache_folder(folder: Path) -> None:
+    """Let all ranks of an engine compile into one folder where Triton's cannot be written.
+
+    Called in the process of a rank, before its worker is made, which says it if Triton is missing.
+    """
+    with suppress(ImportError):
+        from vllm._custom_ops.triton.cache_folder import provide_cache_folder  # noqa: PLC0415
+
+        provide_cache_folder(folder)
 
 
 def read_limits(config: EngineConfig, layers: LayerSetup) -> RunnerLimits:

@@ -40,6 +40,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     restore_language()
     Launcher.launches.clear()
     yield
+    triton.knobs.cache.reset()  # a folder that was set would stand before the next test's own
 
 
 @pytest.fixture
@@ -263,3 +264,34 @@ def test_a_cache_that_cannot_be_written_is_read(
             launch(kernel_to_compile.make(), 16, 64)
         assert len(others) == 1
         launch(kernel_to_compile.make(), 16, 64)
+
+
+def test_ranks_share_what_is_compiled_beside_such_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with KernelCompiler() as made:
+        made.compile(note(kernel_to_compile.make()))
+    shared = tmp_path.with_name("of an engine")
+
+    make_file = cache_folder.tempfile.TemporaryFile
+
+    def refuse_others(dir: Path) -> Any:
+        if dir != shared:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return make_file(dir=dir)
+
+    monkeypatch.setattr(cache_folder.tempfile, "TemporaryFile", refuse_others)
+    registered: list[object] = []
+    monkeypatch.setattr(cache_folder.atexit, "register", lambda *args, **_: registered.append(args))
+    for rank in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+            cache_folder.provide_cache_folder(shared)
+            cache_folder.provide_cache_folder()  # as its worker does, in whose place it stays
+            assert triton.knobs.cache.dir == str(shared)
+            assert not note(kernel_to_compile.make()), "all is found"
+            with note_kernels() as others:
+                launch(kernel_to_compile.make(), 16, 64)
+            assert len(others) == (1 if rank == 0 else 0)
+            launch(kernel_to_compile.make(), 16, 64)
+    assert not registered, "whoever made the folder's place removes it"

@@ -1,6 +1,7 @@
 """Where Triton keeps what it has compiled.
 
-Called once by the worker of a GPU, before anything is compiled.
+Called by the worker of a GPU before anything is compiled, and before it by the process of a rank,
+where there are several.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 
-def provide_cache_folder() -> None:
+def provide_cache_folder(shared: Path | None = None) -> None:
     """Give this process and those that it starts another folder where Triton's cannot be written.
 
-    What lies in Triton's own is found there too, and nothing that is compiled outlives the process.
+    What lies in Triton's own is found there too, and nothing that is compiled outlives the process,
+    or whoever removes what is shared.
+
+    Args:
+        shared: the folder that all ranks of an engine then have, made where it is missing; None
+            makes one that goes with this process.
     """
     folder = Path(knobs.cache.dir)
     try:
@@ -29,8 +35,8 @@ def provide_cache_folder() -> None:
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
-        own = Path(tempfile.mkdtemp(prefix="vllm-triton-"))
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        own = shared or _make_folder()
+        own.mkdir(exist_ok=True)
         logger.warning(
             "Triton's cache cannot be written (%s); kernels that are missing there are compiled at "
             "every start. Let TRITON_CACHE_DIR name a folder that can be written",
@@ -42,9 +48,16 @@ def provide_cache_folder() -> None:
     knobs.cache.dir = str(own)
 
 
+def _make_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="vllm-triton-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _link_files(entry: Path, own: Path) -> None:
     """Link the files of one kernel, in a folder that takes those that are missing there."""
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     with contextlib.suppress(OSError):  # it may be no folder, or not be ours to read
         for file in entry.iterdir():
-            (own / file.name).symlink_to(file)
+            with contextlib.suppress(FileExistsError):  # another rank has
+                (own / file.name).symlink_to(file)
