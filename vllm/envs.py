@@ -6,10 +6,13 @@ debugging and deployment only; everything else is a flag.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
 from typing import Any
+
+from vllm.errors import ConfigError
 
 
 def _flag(name: str) -> Callable[[], bool]:
@@ -21,7 +24,17 @@ def _text(name: str, default: str | None = None) -> Callable[[], str | None]:
 
 
 def _number(name: str, default: float) -> Callable[[], float]:
-    return lambda: float(os.environ.get(name, default))
+    def read() -> float:
+        text = os.environ.get(name, "")
+        try:
+            value = float(text or default)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be a number, 0 or more, got {text!r}")
+        return value
+
+    return read
 
 
 def _find_cache_root() -> str:
@@ -53,6 +66,7 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     # logging and debugging
     "VLLM_LOGGING_LEVEL": lambda: os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
     "VLLM_CONFIGURE_LOGGING": lambda: os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0",
+    "VLLM_LOGGING_CONFIG_PATH": _text("VLLM_LOGGING_CONFIG_PATH"),  # JSON of logging.dictConfig
     "VLLM_POISON_CACHE": _flag("VLLM_POISON_CACHE"),  # fill freed cache bytes with NaN
 }
 
