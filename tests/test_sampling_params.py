@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -121,6 +122,25 @@ def test_forms_of_values() -> None:
     assert params.logit_bias == {5: 100.0, 6: -100.0}
     assert SamplingParams(seed=3).sampling_type is SamplingType.RANDOM_SEED
     assert SamplingParams(n=2, best_of=4).num_branches == 4
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    params = SamplingParams(
+        n=np.int32(2), temperature=np.float32(0.5), top_k=np.int64(3), max_tokens=np.int64(7),
+        seed=np.uint8(1), stop_token_ids=[np.int64(5)], allowed_token_ids=(np.int64(5),),
+        logit_bias={np.int64(5): np.float32(1.5)},
+    )  # fmt: skip
+    assert SamplingParams(
+        n=2, temperature=0.5, top_k=3, max_tokens=7, seed=1, stop_token_ids=[5],
+        allowed_token_ids=[5], logit_bias={5: 1.5},
+    ) == params  # fmt: skip
+    assert msgspec.msgpack.encode(params), "it goes to the engine process"
+    for field, wrong in (("n", np.float32(2)), ("top_p", np.float64("nan")), ("n", np.bool_(True))):
+        with pytest.raises(RequestError, match=field):
+            SamplingParams(**{field: wrong})
+    for wrong in (["a"], 5.0, [True]):
+        with pytest.raises(RequestError, match="allowed_token_ids must be a list of int"):
+            SamplingParams(allowed_token_ids=wrong)
 
 
 def test_hold_back_length() -> None:

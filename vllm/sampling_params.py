@@ -20,6 +20,7 @@ from vllm.errors import RequestError
 from vllm.logger import init_logger, warn_once
 from vllm.utils.field_checks import (
     check_int,
+    check_not_empty,
     check_range,
     parse_bias,
     parse_count,
@@ -27,6 +28,7 @@ from vllm.utils.field_checks import (
     parse_json_schema,
     parse_list,
     parse_token_keys,
+    to_builtin,
 )
 
 logger = init_logger(__name__)
@@ -240,9 +242,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return cls(**values)
 
     def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, to_builtin(getattr(self, name)))
         self.stop = parse_list(self.stop, "stop", str)
         self.stop_token_ids = parse_list(self.stop_token_ids, "stop_token_ids", int)
         self.bad_words = parse_list(self.bad_words, "bad_words", str)
+        allowed = self.allowed_token_ids
+        self.allowed_token_ids = allowed and parse_list(allowed, "allowed_token_ids", int)
         if self.seed == -1:
             self.seed = None
         self.logprobs = parse_count(self.logprobs)
@@ -320,11 +326,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
         if any(not text for text in self.bad_words or ()):
             raise RequestError("bad_words may not hold an empty string", param="bad_words")
-        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            raise RequestError(
-                "allowed_token_ids is empty, so no token could be chosen; give at least one id",
-                param="allowed_token_ids",
-            )
+        check_not_empty("allowed_token_ids", self.allowed_token_ids)
         if self.output_kind == RequestOutputKind.DELTA and self.num_branches > self.n:
             raise RequestError(
                 "best_of above n cannot be streamed as deltas: the best are known only at the end",

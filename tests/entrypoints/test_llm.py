@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
@@ -45,6 +46,7 @@ def run(llm: LLM, prompts, params=GREEDY, **options):
         ("ABC", 1),
         ({"prompt": "ABC"}, 1),
         (TokensPrompt(prompt_token_ids=[65, 66, 67]), 1),
+        ({"prompt_token_ids": list(np.array([65, 66, 67]))}, 1),
         (["ABC", {"prompt_token_ids": [67]}, {"prompt": "C"}], 3),
         ((), 0),
     ],
@@ -117,6 +119,7 @@ def test_end_of_sequence_and_usage(llm: LLM) -> None:
         ),
         ({"prompt_token_ids": [-1]}, GREEDY, RequestError, "holds -1"),
         ({"prompt_token_ids": ["A"]}, GREEDY, TypeError, "must be int"),
+        ({"prompt_token_ids": [True]}, GREEDY, TypeError, "must be int"),
         ([65], GREEDY, TypeError, "wrap token ids"),
         ({"text": "A"}, GREEDY, TypeError, "needs 'prompt' or 'prompt_token_ids'"),
         ({"prompt": "A", "multi_modal_data": {"image": 1}}, GREEDY, RequestError, "only text"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.errors import RequestError
+from vllm.utils.field_checks import to_builtin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ def check_token_ids(ids: Any) -> list[int]:
         result = ids.tolist()
     else:
         raise TypeError(f"token ids must be a list of int, got {type(ids).__name__}")
+    if not all(type(i) is int for i in result):  # numpy's are taken, True is not
+        result = [i if isinstance(i, bool) else to_builtin(i) for i in result]
     if not all(type(i) is int for i in result):
         bad = next(i for i in result if type(i) is not int)
         raise TypeError(f"token ids must be int, got {bad!r}")

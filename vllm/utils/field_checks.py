@@ -6,10 +6,20 @@ Used by `vllm/sampling_params.py`. Every error is a RequestError that names the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.errors import RequestError
+
+
+def to_builtin(value: Any) -> Any:
+    """Return Python's own form of a number of another library, such as numpy; others unchanged."""
+    if value is None or isinstance(value, (int, float, str, list, dict)):
+        return value  # the usual ones: asking an abstract class takes longer
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
@@ -33,6 +43,14 @@ def check_range(
         raise RequestError(f"{name} must be in {allowed}, got {value}", param=name)
 
 
+def check_not_empty(name: str, ids: Sequence[int] | None) -> None:
+    """Raise RequestError if `ids`, of which one is to be chosen, holds none; None is any."""
+    if ids is not None and len(ids) == 0:
+        raise RequestError(
+            f"{name} is empty, so no token could be chosen; give at least one id", param=name
+        )
+
+
 def parse_count(value: int | bool | None) -> int | None:
     """Return a count; True is 1, False is None."""
     return 1 if value is True else None if value is False else value
@@ -44,7 +62,7 @@ def parse_list(value: Any, name: str, item: type) -> list[Any]:
         return []
     if isinstance(value, item):
         return [value]
-    items = list(value) if isinstance(value, (list, tuple, set)) else None
+    items = [to_builtin(v) for v in value] if isinstance(value, (list, tuple, set)) else None
     if items is None or not all(isinstance(v, item) and not isinstance(v, bool) for v in items):
         raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}", param=name)
     return items
@@ -70,6 +88,7 @@ def parse_bias(bias: Mapping[Any, float] | None) -> dict[int, float] | None:
     checked = parse_token_keys(bias)
     if checked is None:
         return None
+    checked = {token_id: to_builtin(value) for token_id, value in checked.items()}
     for token_id, value in checked.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
             raise RequestError(
