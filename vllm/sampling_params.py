@@ -249,8 +249,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.bad_words = parse_list(self.bad_words, "bad_words", str)
         allowed = self.allowed_token_ids
         self.allowed_token_ids = allowed and parse_list(allowed, "allowed_token_ids", int)
-        if self.seed == -1:
-            self.seed = None
+        self.seed = None if self.seed == -1 else self.seed
         self.logprobs = parse_count(self.logprobs)
         self.prompt_logprobs = parse_count(self.prompt_logprobs)
         self.logit_bias = parse_bias(self.logit_bias)
