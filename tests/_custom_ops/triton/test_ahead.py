@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from tests._custom_ops.triton.stand_in import Driver, Launcher  # noqa: E402
 from vllm._custom_ops.triton import cache_folder, compiler  # noqa: E402
 from vllm._custom_ops.triton.ahead import KernelNote, note_kernels  # noqa: E402
 from vllm._custom_ops.triton.compiler import KernelCompiler  # noqa: E402
+from vllm.errors import KernelError  # noqa: E402
 from vllm.worker import gpu_kernels  # noqa: E402
 
 
@@ -240,18 +242,52 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def refuse_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let a folder be one that cannot be written."""
+    make_file = cache_folder.tempfile.TemporaryFile
+
+    def refuse(dir: Path) -> Any:
+        if dir == folder:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return make_file(dir=dir)
+
+    monkeypatch.setattr(cache_folder.tempfile, "TemporaryFile", refuse)
+
+
+def test_a_full_disk_is_a_cache_that_cannot_be_written(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It takes an empty file, and would end the engine at the first kernel that is missing."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    make_file = cache_folder.tempfile.TemporaryFile
+    monkeypatch.setattr(
+        cache_folder.tempfile,
+        "TemporaryFile",
+        lambda dir: Full() if dir == tmp_path else make_file(dir=dir),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+        cache_folder.provide_cache_folder()
+        assert triton.knobs.cache.dir != str(tmp_path)
+    assert "No space left on device" in log.text
+    monkeypatch.setattr(cache_folder.tempfile, "TemporaryFile", lambda dir: Full())
+    with pytest.raises(KernelError, match="TRITON_CACHE_DIR"):
+        cache_folder.provide_cache_folder()
+
+
 def test_a_cache_that_cannot_be_written_is_read(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with KernelCompiler() as made:
         made.compile(note(kernel_to_compile.make()))
 
-    def refuse(dir: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(dir))
-
     (tmp_path / "half a kernel").mkdir()
     (tmp_path / "no folder").touch()
-    monkeypatch.setattr(cache_folder.tempfile, "TemporaryFile", refuse)
+    refuse_files(monkeypatch, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.cache, "dir", str(tmp_path))
         cache_folder.provide_cache_folder()
@@ -273,14 +309,7 @@ def test_ranks_share_what_is_compiled_beside_such_a_cache(
         made.compile(note(kernel_to_compile.make()))
     shared = tmp_path.with_name("of an engine")
 
-    make_file = cache_folder.tempfile.TemporaryFile
-
-    def refuse_others(dir: Path) -> Any:
-        if dir != shared:
-            raise PermissionError(13, "Permission denied", str(dir))
-        return make_file(dir=dir)
-
-    monkeypatch.setattr(cache_folder.tempfile, "TemporaryFile", refuse_others)
+    refuse_files(monkeypatch, tmp_path)
     registered: list[object] = []
     monkeypatch.setattr(cache_folder.atexit, "register", lambda *args, **_: registered.append(args))
     for rank in range(2):
