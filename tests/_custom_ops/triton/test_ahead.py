@@ -226,6 +226,8 @@ def test_its_process_ends_with_whoever_asked(tmp_path: Path) -> None:
     while not (forks := list_children(pid)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     assert forks, "a kernel is being compiled"
+    for fork in forks:  # where memory runs out, it is they who go
+        assert Path(f"/proc/{fork}/oom_score_adj").read_text().strip() == "1000"
     asker.kill()
     asker.wait()
     asker.stdout.close()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from triton.backends.compiler import GPUTarget
@@ -30,6 +31,7 @@ from triton.runtime.driver import driver
 from vllm._custom_ops.triton.table import import_kernels
 
 _INPUT = 0
+_MOST_EXPENDABLE = 1000
 _MAX_TEXT_BYTES = 4000
 """Of what went wrong; a pipe takes as much at once."""
 
@@ -123,8 +125,15 @@ def _describe_end(fork: _Fork) -> str:
     return fork.text.decode(errors="replace")
 
 
+def _go_first() -> None:
+    """Have Linux end this process and its forks, not the engine, where memory runs out."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(f"{_MOST_EXPENDABLE}")
+
+
 def serve() -> None:
     """Compile what the input asks for; returns when that is done or the input has ended."""
+    _go_first()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what others print is no reply
     import_kernels()
