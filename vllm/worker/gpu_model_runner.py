@@ -27,7 +27,7 @@ from vllm.worker.gpu_input_batch import GpuInputBatch
 from vllm.worker.input_batch import BatchRow, StepInput
 from vllm.worker.model_runner import list_group_kernels, make_outputs
 from vllm.worker.pending_step import FinishedStep, PendingStep
-from vllm.worker.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
+from vllm.worker.prompt_logprobs import PendingPromptLogprobs, launch_prompt_logprobs
 from vllm.worker.prompt_size import PromptSize, list_prompt_sizes
 
 
@@ -132,7 +132,7 @@ class GpuModelRunner:
         if step is None:
             return FinishedStep(StepOutput(step=plan.step, rows=[]))
         hidden_TE = self._run_step(step)
-        prompt_logprobs = collect_prompt_logprobs(
+        prompt_logprobs = launch_prompt_logprobs(
             step, hidden_TE, self._model.compute_logits, self._input_batch
         )
         rows = [step.rows[i] for i in step.sampled]
@@ -199,7 +199,7 @@ class GpuPendingStep:
     sampled: list[BatchRow]
     positions: list[int]
     samples: PendingSamples | None
-    prompt_logprobs: Mapping[int, PromptLogprobs]
+    prompt_logprobs: PendingPromptLogprobs
     done: torch.cuda.Event
     started_s: float
 
@@ -214,6 +214,6 @@ class GpuPendingStep:
         self.input_batch.settle(self.sampled, self.positions, ids)
         return StepOutput(
             step=self.number,
-            rows=make_outputs(self.step, results, self.prompt_logprobs),
+            rows=make_outputs(self.step, results, self.prompt_logprobs.wait()),
             forward_ms=(time.perf_counter() - self.started_s) * 1e3,
         )
