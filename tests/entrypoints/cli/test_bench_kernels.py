@@ -169,7 +169,6 @@ def test_ratios_count_and_not_microseconds() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--runs", "0"], "--runs"),
         (["--batch-sizes", "0"], "--batch-sizes"),
         (["--device", "tpu"], "unknown device"),
     ],
@@ -177,6 +176,13 @@ def test_ratios_count_and_not_microseconds() -> None:
 def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", *flags]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_no_runs_are_refused_where_flags_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["kernels", "--runs", "0"])
+    assert exit_.value.code == 2
+    assert "argument --runs: expected a number of at least 1" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
