@@ -358,6 +358,13 @@ def test_beam_search(llm: LLM) -> None:
         llm.beam_search(["ABC"], BeamSearchParams(beam_width=11, max_tokens=2))
 
 
+def test_beam_search_is_no_lottery(llm: LLM) -> None:
+    """What a step draws at some temperature, or which of two equal tokens, changes nothing."""
+    params = BeamSearchParams(beam_width=3, max_tokens=5, temperature=50.0)
+    found = [[s.tokens for s in llm.beam_search(["ABC"], params)[0].sequences] for _ in range(4)]
+    assert found[1:] == found[:-1]
+
+
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["ABC", "ABC"], GREEDY)
     shown = capsys.readouterr().err

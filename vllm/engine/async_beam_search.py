@@ -39,11 +39,15 @@ def make_step_params(params: BeamSearchParams, max_logprobs: int) -> SamplingPar
     )
 
 
-def candidates_of(output: RequestOutput) -> dict[int, Logprob]:
-    """Return the likeliest next tokens that a step of one beam found."""
+def candidates_of(output: RequestOutput, params: BeamSearchParams) -> dict[int, Logprob]:
+    """Return the likeliest next tokens that a step of one beam found, lower ids first among equals.
+
+    The token that the step has drawn is left out unless it is one of them: a search is no lottery.
+    """
     logprobs = output.outputs[0].logprobs
     assert logprobs, "a step asks for log-probabilities"
-    return logprobs[0]
+    ranked = sorted(logprobs[0].items(), key=lambda item: (-item[1].logprob, item[0]))
+    return dict(ranked[: 2 * params.beam_width])
 
 
 def continuation_text(
@@ -85,7 +89,7 @@ async def run_beam_search(
         found: dict[int, Logprob] = {}
         step = TokensPrompt(prompt_token_ids=beam.tokens)
         async for output in generate(step, step_params, name):
-            found = candidates_of(output)
+            found = candidates_of(output, params)
         return found
 
     for step in range(min(params.max_tokens, max_model_len - len(prompt_token_ids))):

@@ -40,7 +40,7 @@ def search_beams(
             step_params,
             use_tqdm=False,
         )
-        found = iter([candidates_of(output) for output in outputs])
+        found = iter([candidates_of(output, params) for output in outputs])
         for search in live:
             search.advance([next(found) for _ in search.beams], params, eos_id)
     results = []
