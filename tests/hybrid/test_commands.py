@@ -92,6 +92,13 @@ def test_c45_sliding_layers_are_not_sized_as_full(
     assert all(g["waste"] <= 0.02 for g in hybrid["groups"])
 
 
+def test_errors_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["hybrid", "plan", "x"])
+    error = "vllm hybrid plan: error: the following arguments are required: --kv-bytes"
+    assert error in capsys.readouterr().err
+
+
 def test_c45_a_window_is_capped_by_the_length(
     c45: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,9 @@ _CONFIG_FILE, _HYBRID_FILE = "config.json", "hybrid_config.json"
 def main(argv: Sequence[str]) -> int:
     """Run `vllm hybrid inspect | plan | convert`; returns the exit status."""
     parser = FlexibleArgumentParser(prog="vllm hybrid", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        prog="vllm hybrid", dest="command", required=True, metavar="COMMAND"
+    )
     _add_inspect(commands)
     _add_plan(commands)
     _add_convert(commands)
