@@ -79,9 +79,9 @@ class Cut:
     Attributes:
         layer: the decoder layer.
         tokens: int64 [T'], those of the batch that go on, ascending.
-        batch: what the layers above are given, or None where no token goes on. A row's sequence
-            begins for them with the first token that any of its steps lets go on: lengths and block
-            tables leave out what is before it.
+        batch: what the layers above are given, or None where no token goes on. Where they keep rows
+            of their own, a sequence begins for them with the first token that any of its steps lets
+            go on: lengths and block tables leave out what is before it.
     """
 
     layer: int
