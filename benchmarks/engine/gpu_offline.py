@@ -9,7 +9,9 @@ Prints a table with the ratio to the peer and writes JSON.
 Weights are made as the peer makes its own (load_format dummy: every tensor uniform within 0.001,
 from one seed), with --spread-weights so that layers matter as in a trained model. What a mixture
 costs depends on how many of its experts the tokens of a batch meet: random prompts meet all, with
---same-prompts the rows of a batch choose alike as soon as they decode.
+--same-prompts the rows of a batch choose alike as soon as they decode, and with --tied-experts,
+where routers are all zeros, every token chooses the same ones. That is what the peer's DeepSeek-V2
+does with such weights: its scores are bfloat16 after the softmax, where all experts tie.
 
 With --start-together all processes load at once, which saves time on the machine (but their times
 until the first answer mean nothing then); they still measure one after the other.
@@ -25,9 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -82,6 +86,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, help="instead of the default")
     parser.add_argument("--spread-weights", action="store_true", help="see above")
     parser.add_argument("--same-prompts", action="store_true", help="one prompt a batch, see above")
+    parser.add_argument("--tied-experts", action="store_true", help="routers of zeros, see above")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FIELD=WORD", help="other fields of the engine"
@@ -100,6 +105,18 @@ def read_works(text: str) -> tuple[tuple[int, int, int], ...]:
     return tuple((num_in, num_out, batch) for num_in, num_out, batch in works)
 
 
+def tie_experts() -> None:
+    """Have this process make up routers of zeros."""
+    from vllm.model_executor.model_loader import loader
+    from vllm.model_executor.model_loader.dummy import iterate_dummy
+
+    def iterate(*args: Any) -> Iterator[tuple[str, Any]]:
+        for name, values in iterate_dummy(*args):
+            yield name, values.zero_() if name.endswith(".mlp.gate.weight") else values
+
+    patch.object(loader, "iterate_dummy", iterate).start()
+
+
 def measure(name: str, args: argparse.Namespace) -> None:
     """Measure one shape in this process; prints one JSON line a row."""
     started_s = time.perf_counter()
@@ -108,6 +125,8 @@ def measure(name: str, args: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams, __version__
     from vllm.inputs import TokensPrompt
 
+    if args.tied_experts:
+        tie_experts()
     plan = PLANS[name]
     shares = dict(pair.split("=") for pair in args.memory)
     with tempfile.TemporaryDirectory() as folder:
@@ -195,6 +214,7 @@ def start_child(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
         command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     command += ["--spread-weights"] if args.spread_weights else []
     command += ["--same-prompts"] if args.same_prompts else []
+    command += ["--tied-experts"] if args.tied_experts else []
     command += ["--memory", *args.memory] if args.memory else []
     command += ["--set", *args.set] if args.set else []
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
