@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+from triton.runtime.driver import driver
 
 
 class Launcher:
@@ -46,6 +49,13 @@ class Driver:
 
     def get_device_capability(self, device: int) -> tuple[int, int]:
         return (9, 0)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton see this GPU for one test."""
+    monkeypatch.setattr(driver, "_active", Driver())
+    # Triton keeps the first answer for good: a real GPU would have this one's after the test.
+    monkeypatch.setattr(compiler, "max_shared_mem", compiler.max_shared_mem.__wrapped__)
 
 
 class Compiled:

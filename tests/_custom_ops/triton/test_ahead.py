@@ -21,11 +21,9 @@ triton = pytest.importorskip("triton")
 # Triton imports it late, when the fixture has said that nothing is interpreted: too late for it.
 pytest.importorskip("triton.experimental.gluon")
 
-from triton.runtime.driver import driver  # noqa: E402
-
 from tests._custom_ops.triton import kernel_to_compile  # noqa: E402
 from tests._custom_ops.triton.conftest import restore_language  # noqa: E402
-from tests._custom_ops.triton.stand_in import Driver, Launcher  # noqa: E402
+from tests._custom_ops.triton.stand_in import Launcher, install  # noqa: E402
 from vllm._custom_ops.triton import cache_folder, compiler  # noqa: E402
 from vllm._custom_ops.triton.ahead import KernelNote, note_kernels  # noqa: E402
 from vllm._custom_ops.triton.compiler import KernelCompiler  # noqa: E402
@@ -36,7 +34,7 @@ from vllm.worker import gpu_kernels  # noqa: E402
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Let Triton see an sm_90 and an empty cache, and kernels that are not interpreted."""
-    monkeypatch.setattr(driver, "_active", Driver())
+    install(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     restore_language()
@@ -151,9 +149,10 @@ def test_kernels_of_others_are_expected(
 
 def test_few_kernels_do_not_start_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(subprocess, "Popen", None)
+    before = list_children(os.getpid())
     with KernelCompiler() as made:
         made.compile(note(kernel_to_compile.make())[:2])
+        assert list_children(os.getpid()) == before
 
 
 def test_a_failure_is_said_and_others_go_on(log: pytest.LogCaptureFixture) -> None:

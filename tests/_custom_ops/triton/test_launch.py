@@ -16,17 +16,16 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from tests._custom_ops.triton.stand_in import Driver, Launcher, compile_nothing  # noqa: E402
+from tests._custom_ops.triton.stand_in import Launcher, compile_nothing, install  # noqa: E402
 from vllm._custom_ops.triton.launch import FastKernel, fast_launch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let Triton see an sm_90."""
-    monkeypatch.setattr(driver, "_active", Driver())
+    install(monkeypatch)
     monkeypatch.setattr("triton.compiler.compile", compile_nothing)
     Launcher.launches.clear()
     yield

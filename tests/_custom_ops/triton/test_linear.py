@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.utils.ops import assert_near, poisoned, random_rows
 from vllm._custom_ops.naive import linear as naive
 from vllm._custom_ops.triton import arrival, linear, linear_table
+from vllm._custom_ops.triton.device import count_processors
 from vllm._custom_ops.triton.linear_table import SkinnyConfig
 from vllm.errors import ShapeError
 
@@ -99,6 +100,47 @@ def test_relu2_equals_twin(device: str, config: SkinnyConfig) -> None:
         assert_close(out, expected)
     linear.skinny_relu2_linear(out, x, weight, bias)
     assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows, config", [(1, VECTOR), (3, DOT), (16, SWAPPED)])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_parts_add_up(
+    device: str, dtype: torch.dtype, num_rows: int, config: SkinnyConfig, num_parts: int
+) -> None:
+    x, weight, _ = make(num_rows, 37, 104, dtype, device)
+    parts = poisoned((num_parts, num_rows, 37), torch.float32).to(device)
+    linear.launch_parts(parts, x, weight, config)
+    expected = torch.empty_like(parts)
+    naive.skinny_linear_parts(expected, x, weight)
+    assert_near(parts.sum(0), expected.sum(0))
+
+
+def test_added_parts_have_the_bits_of_the_product(device: str) -> None:
+    x, weight, _ = make(3, 37, 96, torch.bfloat16, device)
+    form = replace(DOT, programs_per_sm=4)
+    num_parts, _ = linear_table.count_splits(form, 37, 96, count_processors(x.device))
+    assert num_parts > 1
+    parts = poisoned((num_parts, 3, 37), torch.float32).to(device)
+    out = poisoned((3, 37), torch.bfloat16).to(device)
+    linear.launch_parts(parts, x, weight, form)
+    linear.launch_skinny(out, x, weight, None, "", form)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    assert torch.equal(total.bfloat16(), out)
+
+
+def test_the_op_leaves_parts(device: str) -> None:
+    x, weight, _ = make(3, 40, 136, torch.bfloat16, device)
+    parts = poisoned((2, 3, 40), torch.float32).to(device)
+    linear.skinny_linear_parts(parts, x, weight)
+    assert_near(parts.sum(0), x.float() @ weight.float().T)
+    linear.skinny_linear_parts(parts[:, :0].contiguous(), x[:0], weight)
+    with pytest.raises(ShapeError, match="parts are"):
+        linear.skinny_linear_parts(parts.half(), x, weight)
+    with pytest.raises(ShapeError, match="contiguous"):
+        linear.skinny_linear_parts(parts[:, :2], x[:2], weight)
 
 
 def test_strided_rows_beside_numbers_that_are_none(device: str) -> None:
