@@ -200,3 +200,23 @@ def skinny_relu2_linear(
         ShapeError: an argument has the wrong shape, stride or dtype.
     """
     C.skinny_relu2_linear(out_TN, x_TK, weight_NK, bias_N)
+
+
+def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> None:
+    """Multiply few rows by a plain weight on a GPU and leave the sums over parts of K.
+
+    The sum of the parts in their order, float32, is x · Wᵀ; the kernel that reads it adds them up
+    (`add_parts_rms_norm`, `qkv_norm_rope_cache`). Which element of K lies in which part depends on
+    the shapes alone.
+
+    Args:
+        parts_PTN: float32, contiguous; `linear_table.count_parts` says how many run best.
+        x_TK: at most 64 rows, contiguous in K.
+        weight_NK: contiguous, of the input's dtype.
+
+    Raises:
+        ShapeError: an argument has the wrong shape, stride or dtype.
+
+    Cost: reads the weight once.
+    """
+    C.skinny_linear_parts(parts_PTN, x_TK, weight_NK)

@@ -94,3 +94,11 @@ def skinny_relu2_linear(
     product = torch.empty_like(out_TN)
     skinny_linear(product, x_TK, weight_NK, bias_N)
     activations.relu2(out_TN, product)
+
+
+def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> None:
+    """Products of equal cuts of K, float32; the kernels cut where their tiles end."""
+    width = -(-x_TK.shape[1] // parts_PTN.shape[0])
+    for i, part_TN in enumerate(parts_PTN):
+        k = slice(i * width, (i + 1) * width)
+        part_TN.copy_(x_TK[:, k].float() @ weight_NK[:, k].float().T)

@@ -3,7 +3,8 @@
 Registered by `table.py`; doors in `_custom_ops/linear.py`, forms in `linear_table.py`. Such a
 product costs what reading the weight costs, so programs stream it once, side by side in N and,
 where N has too few tiles, in K; the last program of a tile to arrive adds up the parts of K in
-their order, so that results do not depend on who is last.
+their order, so that results do not depend on who is last. `skinny_linear_parts` leaves the parts
+to the kernel that comes next, which reads its input anyway.
 """
 
 from __future__ import annotations
@@ -127,15 +128,16 @@ def _skinny_kernel(
         tl.store(places + split * size, gate, mask=is_in)
         if IS_GATED:
             tl.store(up_places + split * size, up, mask=is_in)
-        if is_last_to_arrive(counters + tile, num_splits):
-            total = _sum_parts(places, size, num_splits, is_in)
-            up_total = total
-            if IS_GATED:
-                up_total = _sum_parts(up_places, size, num_splits, is_in)
-            _store_result(
-                out, x, bias, total, up_total, rows_T, rows_N, is_in, N, out_stride,
-                ACTIVATION, IS_GATED,
-            )  # fmt: skip
+        if counters is not None:  # noqa: SIM102 the compiler's, then the device's
+            if is_last_to_arrive(counters + tile, num_splits):
+                total = _sum_parts(places, size, num_splits, is_in)
+                up_total = total
+                if IS_GATED:
+                    up_total = _sum_parts(up_places, size, num_splits, is_in)
+                _store_result(
+                    out, x, bias, total, up_total, rows_T, rows_N, is_in, N, out_stride,
+                    ACTIVATION, IS_GATED,
+                )  # fmt: skip
 
 
 def launch_skinny(
@@ -156,30 +158,47 @@ def launch_skinny(
     """
     (num_rows, num_outputs), k = out_TN.shape, x_TK.shape[1]
     is_gated = activation in GATED_ACTIVATIONS
-    has_overlap = overlaps(x_TK.device)
-    num_splits, split_blocks = count_splits(config, num_outputs, k, count_processors(x_TK.device))
-    num_tiles = cdiv(num_outputs, config.block_n)
+    splits = count_splits(config, num_outputs, k, count_processors(x_TK.device))
     parts = None
-    if num_splits > 1:
+    if splits[0] > 1:
+        num_tiles = cdiv(num_outputs, config.block_n)
         assert num_tiles <= NUM_COUNTERS, "a weight of so many tiles is not split"
-        num_parts = num_splits * (2 if is_gated else 1)
+        num_parts = splits[0] * (2 if is_gated else 1)
         parts = x_TK.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32)
-    _skinny_kernel[(num_tiles, num_splits)](
-        out_TN,
-        x_TK,
-        weight_NK,
-        bias_N,
-        parts,
-        get_counters(x_TK.device),
+    tensors = (out_TN, x_TK, weight_NK, bias_N, parts, get_counters(x_TK.device))
+    _launch(tensors, num_outputs, splits, out_TN.stride(0), activation, config)
+
+
+def launch_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor, config: SkinnyConfig) -> None:
+    """Run the kernel in a given form, which leaves its parts; arguments as in the door."""
+    num_parts, _, num_outputs = parts_PTN.shape
+    splits = num_parts, cdiv(cdiv(x_TK.shape[1], config.block_k), num_parts)
+    tensors = (None, x_TK, weight_NK, None, parts_PTN, None)
+    _launch(tensors, num_outputs, splits, 0, _PLAIN, config)
+
+
+def _launch(
+    tensors: tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    num_outputs: int,
+    splits: tuple[int, int],
+    out_stride: int,
+    activation: str,
+    config: SkinnyConfig,
+) -> None:
+    """Launch with out, x, weight, bias, parts and counters; splits as of `count_splits`."""
+    x_TK = tensors[1]
+    num_rows, k = x_TK.shape
+    has_overlap = overlaps(x_TK.device)
+    _skinny_kernel[(cdiv(num_outputs, config.block_n), splits[0])](
+        *tensors,
         num_rows,
         num_outputs,
         k,
         x_TK.stride(0),
-        out_TN.stride(0),
-        num_splits,
-        split_blocks,
+        out_stride,
+        *splits,
         ACTIVATION=activation,
-        IS_GATED=is_gated,
+        IS_GATED=activation in GATED_ACTIVATIONS,
         IS_VECTOR=config.is_vector,
         IS_SWAPPED=config.is_swapped,
         EVEN_K=k % config.block_k == 0,
@@ -232,6 +251,20 @@ def skinny_relu2_linear(
     launch_skinny(out_TN, x_TK, weight_NK, bias_N, RELU2, config)
 
 
+def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> None:
+    """See the door."""
+    op = "skinny_linear_parts"
+    if parts_PTN.dim() != 3 or not parts_PTN.is_contiguous() or parts_PTN.shape[0] == 0:
+        raise ShapeError(f"{op}: parts must be contiguous, [parts, rows, outputs]")
+    if parts_PTN.dtype != torch.float32:
+        raise ShapeError(f"{op}: parts are {parts_PTN.dtype}, expected {torch.float32}")
+    _check(op, parts_PTN[0], x_TK, weight_NK, None, parts=1)
+    if x_TK.shape[0] == 0:
+        return
+    config = choose_config(x_TK.shape[0], parts_PTN.shape[2], x_TK.shape[1], is_gated=False)
+    launch_parts(parts_PTN, x_TK, weight_NK, config)
+
+
 def _check(
     op: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
 ) -> None:
@@ -262,6 +295,7 @@ OPS = {
     "skinny_linear": skinny_linear,
     "skinny_gated_linear": skinny_gated_linear,
     "skinny_relu2_linear": skinny_relu2_linear,
+    "skinny_linear_parts": skinny_linear_parts,
 }
 SCHEMAS = {
     "skinny_linear": "skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()",
@@ -272,4 +306,5 @@ SCHEMAS = {
     "skinny_relu2_linear": (
         "skinny_relu2_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()"
     ),
+    "skinny_linear_parts": ("skinny_linear_parts(Tensor(a!) parts, Tensor x, Tensor weight) -> ()"),
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 MAX_ROWS = 64
 """More rows are torch's."""
 
@@ -162,3 +164,13 @@ def count_splits(config: SkinnyConfig, num_outputs: int, k: int, num_sms: int) -
     wanted = max(1, config.programs_per_sm * num_sms // num_tiles)
     split_blocks = -(-num_blocks // min(wanted, num_blocks))
     return -(-num_blocks // split_blocks), split_blocks
+
+
+def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -> int:
+    """Return how many parts `skinny_linear_parts` is to leave, 0 where another product is faster.
+
+    Args:
+        num_rows, num_outputs, k: as in `is_skinny`.
+        device: where the product runs.
+    """
+    return 0
