@@ -8,6 +8,7 @@ find what is read before it is there.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from vllm._custom_ops.triton.launch import FastKernel
 from vllm.utils.math import cdiv
 
 MAX_WAIT_S = 30.0
-_program = threading.local()  # of a thread: its index and how many there are
+_program = threading.local()  # of a thread: its indices and how many there are, by axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,22 @@ class Pointer:
     def __getitem__(self, axes: Any) -> Pointer:
         return Pointer(self.memory, self.offset[axes])
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
     @classmethod
     def to(cls, tensor: Tensor) -> Pointer:
         """Return a pointer to the first element."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((size,), (1,), 0), tensor.storage_offset())
+
+
+class Number(int):
+    """An integer that was loaded."""
+
+    def to(self, dtype: torch.dtype) -> Number:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +144,30 @@ def start_barrier(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
 
-def copy_tile(tiles: Descriptor, place: Sequence[int], barrier: Barrier, target: Memory) -> None:
+def copy_tile(
+    tiles: Descriptor, place: Sequence[int], barrier: Barrier, target: Memory, pred: bool = True
+) -> None:
     """Stand in for `tma.async_copy_global_to_shared`."""
+    if not pred:
+        return
     (row, column), (num_rows, width) = place, tiles.block
-    assert 0 <= column <= tiles.shape[1] - width
+    assert 0 <= column < tiles.shape[1]
     first, end = max(row, 0), min(row + num_rows, tiles.shape[0])
     target.rows.zero_()
     if first < end:
         matrix = tiles.base.as_strided(tiles.shape, tiles.strides)
         part = matrix[first:end, column : column + width]
-        target.rows[first - row : end - row] = part
+        target.rows[first - row : end - row, : part.shape[1]] = part
     barrier.change(0, -num_rows * width * tiles.base.element_size())
+
+
+def write_tile(tiles: Descriptor, place: Sequence[int], source: Memory) -> None:
+    """Stand in for `tma.async_copy_shared_to_global`."""
+    (row, column), (num_rows, width) = place, tiles.block
+    assert row >= 0 and 0 <= column <= tiles.shape[1] - width
+    matrix = tiles.base.as_strided(tiles.shape, tiles.strides)
+    part = matrix[row : row + num_rows, column : column + width]
+    part.copy_(source.rows[: len(part)])
 
 
 def multiply(a: Any, b: Memory, sums: Tensor, *, use_acc: bool = True, is_async: bool) -> Tensor:
@@ -156,15 +181,21 @@ def await_products(num_outstanding: int, deps: Sequence[Any]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def load(pointer: Pointer) -> int:
-    """Load one integer."""
-    return int(pointer.memory[pointer.offset])
+def load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Any:
+    """Load one number, or a tile of them."""
+    if not isinstance(pointer.offset, Tensor):
+        number = pointer.memory[pointer.offset]
+        return number if number.is_floating_point() else Number(number)
+    offset, mask = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask))
+    values = torch.full(offset.shape, other, dtype=pointer.memory.dtype)
+    values[mask] = pointer.memory[offset[mask]]
+    return values
 
 
-def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
+def store(pointer: Pointer, values: Tensor, mask: Any = True) -> None:
     """Store elements."""
-    offset, mask = torch.broadcast_tensors(pointer.offset, mask)
-    pointer.memory[offset[mask]] = values[mask]
+    offset, mask = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask))
+    pointer.memory[offset[mask]] = values[mask].to(pointer.memory.dtype)
 
 
 def where(condition: Any, first: Any, second: Any) -> Any:
@@ -195,8 +226,15 @@ def run_side_by_side(parts: Sequence[Any], num_warps: Any, num_registers: Any) -
 
 
 def either(of_tensors: Callable[[Tensor, Tensor], Tensor], of_numbers: Callable[..., Any]) -> Any:
-    """Return a function of two tensors or two numbers."""
-    return lambda a, b: of_tensors(a, b) if isinstance(a, Tensor) else of_numbers(a, b)
+    """Return a function of two numbers, or of a tensor and what it is compared with."""
+
+    def apply(a: Any, b: Any) -> Any:
+        b = getattr(b, "value", b)  # a constant of the module
+        if not isinstance(a, Tensor):
+            return of_numbers(a, b)
+        return of_tensors(a, torch.as_tensor(b, dtype=a.dtype))
+
+    return apply
 
 
 def no_layout(*args: Any) -> None:
@@ -214,16 +252,17 @@ LANGUAGE = SimpleNamespace(
     cdiv=cdiv,
     constexpr=lambda value: value,
     convert_layout=lambda values, layout: values,
-    inline_asm_elementwise=lambda text, constraints, args, **options: args[0],
+    inline_asm_elementwise=lambda text, constraints, args, **options: args[0] if args else None,
     load=load,
     max=lambda values, axis: values.amax(axis),
     maximum=either(torch.maximum, max),
     minimum=either(torch.minimum, min),
-    num_programs=lambda axis: _program.count,
-    program_id=lambda axis: _program.index,
+    num_programs=lambda axis: _program.counts[axis],
+    program_id=lambda axis: _program.indices[axis],
     static_range=range,
     store=store,
     sum=lambda values, axis: values.sum(axis),
+    thread_barrier=lambda: None,
     warp_specialize=run_side_by_side,
     where=where,
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -236,11 +275,15 @@ STAND_INS = {
     "mbarrier": SimpleNamespace(
         MBarrierLayout=no_layout,
         arrive=lambda barrier, count: barrier.change(count, 0),
-        expect=lambda barrier, num_bytes: barrier.change(1, num_bytes),
+        expect=lambda barrier, num_bytes, pred=True: barrier.change(pred, num_bytes * pred),
         init=start_barrier,
         wait=Barrier.wait,
     ),
-    "tma": SimpleNamespace(async_copy_global_to_shared=copy_tile),
+    "tma": SimpleNamespace(
+        async_copy_global_to_shared=copy_tile,
+        async_copy_shared_to_global=write_tile,
+        store_wait=lambda pendings: None,
+    ),
     "warpgroup_mma": multiply,
     "warpgroup_mma_wait": await_products,
 }
@@ -252,11 +295,11 @@ class Kernel:
 
     function: Callable[..., None]
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
             given = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
-            for index in range(grid[0]):
-                _program.index, _program.count = index, grid[0]
+            for indices in itertools.product(*map(range, grid)):
+                _program.indices, _program.counts = indices, grid
                 self.function(*given, **constants)
 
         return launch
