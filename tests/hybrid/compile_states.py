@@ -29,16 +29,24 @@ def scan_deltas(new_lens: list[int]) -> None:
     delta_rule.gated_delta_rule(out, q, k, v, g, beta, rows.view, *rows.before, 0.1, True)
 
 
-def scan_mamba(new_lens: list[int]) -> None:
-    """Nemotron-H's Mamba-2."""
-    num_tokens, inner, shared = sum(new_lens), 128 * 64, 8 * 128
+def scan_mamba(
+    new_lens: list[int],
+    *,
+    size: int = 64,
+    state: int = 128,
+    kept: torch.dtype = torch.float32,
+    is_plain: bool = False,
+) -> None:
+    """Nemotron-H's Mamba-2, or one of other sizes; plain without D and bias."""
+    num_tokens, inner, shared = sum(new_lens), 128 * size, 8 * state
     wide = torch.zeros(num_tokens, inner + 2 * shared + 128, dtype=BF16)
     x, b, c, dt = wide.split((inner, shared, shared, 128), -1)
-    b, c, x = b.unflatten(-1, (8, 128)), c.unflatten(-1, (8, 128)), x.unflatten(-1, (128, 64))
-    rows = make_state_rows((128, 64, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
+    b, c, x = b.unflatten(-1, (8, state)), c.unflatten(-1, (8, state)), x.unflatten(-1, (128, size))
+    rows = make_state_rows((128, size, state), kept, new_lens, [7] * len(new_lens), "cpu")
     ones = torch.ones(128)
+    more = None if is_plain else ones
     mamba2.mamba2_scan(
-        torch.zeros_like(x), x, dt, -ones, b, c, ones, ones, rows.view, *rows.before, 0.0, 1e30
+        torch.zeros_like(x), x, dt, -ones, b, c, more, more, rows.view, *rows.before, 0.0, 1e30
     )
 
 
@@ -101,6 +109,10 @@ CASES: dict[str, Callable[[], None]] = {
     "Mamba-2, step": partial(step_mamba, 1),
     "Mamba-2, step of many": partial(step_mamba, 2),
     "Mamba-2, prompts": partial(scan_mamba, PROMPTS),
+    "Mamba-2, prompts, small states": partial(
+        scan_mamba, PROMPTS, state=64, kept=BF16, is_plain=True
+    ),
+    "Mamba-2, prompts, large heads": partial(scan_mamba, PROMPTS, size=128, state=256),
     "convolution, decode": partial(convolve, 8192, DECODE),
     "convolution, prompts": partial(convolve, 8192, PROMPTS),
     "gated norm": partial(norm_gated, 128, 4096),

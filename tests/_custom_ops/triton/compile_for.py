@@ -35,6 +35,7 @@ from vllm._custom_ops.triton import (
     batch,
     linear,
     linear_table,
+    mamba2_hopper,
     moe,
     moe_grouped,
     overlap,
@@ -186,7 +187,10 @@ def play_gpu(arch: int) -> None:
         "has_warp_group_products": arch == 90,
         "count_processors": NUM_PROCESSORS[arch],
     }
-    hosts = (attention_decode, attention_hopper, attention_shape, linear, moe_grouped, overlap)
+    hosts = (
+        attention_decode, attention_hopper, attention_shape, linear, mamba2_hopper, moe_grouped,
+        overlap,
+    )  # fmt: skip
     for module in hosts:
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, lambda _, answer=answers[name]: answer)

@@ -2,7 +2,8 @@
 
 Registered by `table.py`, called through the doors of `_custom_ops/state_space.py`. Rows of one
 token are walked: the state is read and written once, and memory is the limit. Longer rows go
-through the chunks of `mamba2_chunks.py`. The step is that of `mamba2_step.py`.
+through the chunks of `mamba2_hopper.py` where that serves, else of `mamba2_chunks.py`. The step is
+that of `mamba2_step.py`.
 
 Everything is in float32 but the operands of matrix products in chunks, which have the dtype of the
 inputs: against the naive twin 1e-4 for float32, 2e-2 for bfloat16. A state may be kept in fewer
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.mamba2_chunks import Scan, compute_dt, run_mamba_chunks
+from vllm._custom_ops.triton.mamba2_hopper import can_walk, walk_chunks
 from vllm._custom_ops.triton.mamba2_step import advance_head, choose_rows, mamba2_step
 from vllm._custom_ops.triton.state_rows import ROW_TABLES, is_single_step, load_row
 from vllm.utils.math import cdiv
@@ -133,6 +135,8 @@ def mamba2_scan(
     )  # fmt: skip
     if is_single_step(x_THP.shape[0], cu_query_lens):
         _walk(scan)
+    elif can_walk(scan):
+        walk_chunks(scan)
     else:
         run_mamba_chunks(scan)
 

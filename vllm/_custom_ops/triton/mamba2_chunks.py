@@ -1,6 +1,7 @@
 """The Mamba-2 scan over prompts: chunks whose states pass from one to the next.
 
-Called by `mamba2.py`. With G the running sum of dt A in a chunk that begins with state S,
+Called by `mamba2.py` for what `mamba2_hopper.py` does not serve. With G the running sum of dt A in
+a chunk that begins with state S,
     out[i] = exp(G[i]) S C[i] + sum over j <= i of exp(G[i] - G[j]) (C[i]·B[j]) dt[j] x[j] + D x[i].
 Three kernels: G of all chunks; a walk over the chunks of a row with the state of a head in
 registers, which keeps the state that each chunk begins with; then the outputs of all chunks at
@@ -292,6 +293,21 @@ class Scan:
         }
 
 
+def make_decays(scan: Scan, chunk: int) -> Tensor:
+    """Return decays and sources of all chunks and heads, see the kernel: [places, H, 2, chunk]."""
+    num_tokens, num_heads, _ = scan.x.shape
+    num_rows = scan.state_offsets.shape[0]
+    num_places = count_places(num_tokens, num_rows, chunk)
+    shape = (num_places, num_heads, 2, chunk)
+    decays = torch.empty(shape, dtype=torch.float32, device=scan.x.device)
+    _mamba_decays_kernel[num_places, cdiv(num_heads, _BLOCK_H)](
+        decays, scan.dt, scan.a, scan.dt_bias, scan.cu_query_lens, num_rows, scan.dt_min,
+        scan.dt_max, scan.dt.stride(0), HEADS=num_heads, HAS_BIAS=scan.dt_bias is not None,
+        BLOCK_H=_BLOCK_H, CHUNK=chunk,
+    )  # fmt: skip
+    return decays
+
+
 def run_mamba_chunks(scan: Scan) -> None:
     """Run the scan over rows of any lengths.
 
@@ -326,15 +342,10 @@ def _run_rows(scan: Scan, chunk: int) -> None:
     num_rows = scan.state_offsets.shape[0]
     num_places = count_places(num_tokens, num_rows, chunk)
     is_float = chunk == _FLOAT_CHUNK
-    shape = (num_places, num_heads)
-    decays = torch.empty((*shape, 2, chunk), dtype=torch.float32, device=scan.x.device)
-    states = torch.empty((*shape, head_size, state_size), dtype=scan.x.dtype, device=scan.x.device)
+    decays = make_decays(scan, chunk)
+    shape = (num_places, num_heads, head_size, state_size)
+    states = torch.empty(shape, dtype=scan.x.dtype, device=scan.x.device)
     x_strides, b_strides = scan.x.stride()[:2], scan.b.stride()[:2]
-    _mamba_decays_kernel[num_places, cdiv(num_heads, _BLOCK_H)](
-        decays, scan.dt, scan.a, scan.dt_bias, scan.cu_query_lens, num_rows, scan.dt_min,
-        scan.dt_max, scan.dt.stride(0), HEADS=num_heads, HAS_BIAS=scan.dt_bias is not None,
-        BLOCK_H=_BLOCK_H, CHUNK=chunk,
-    )  # fmt: skip
     shared = {
         "HEADS": num_heads, "SIZE": head_size, "STATE": state_size, "CHUNK": chunk,
         "SHARE": num_heads // scan.b.shape[1], "PRECISION": "tf32x3" if is_float else "tf32",
