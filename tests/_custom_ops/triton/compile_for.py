@@ -39,6 +39,7 @@ from vllm._custom_ops.triton import (
     moe,
     moe_grouped,
     overlap,
+    stream_hopper,
 )
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -81,6 +82,14 @@ def multiply(n: int, k: int, *, activation: str = "") -> None:
                 linear.skinny_gated_linear(out, x, weight, None, activation)
             else:
                 linear.skinny_linear(out, x, weight, None)
+
+
+def leave_parts(n: int, k: int) -> None:
+    """The same, its sums over parts of K left."""
+    weight = torch.zeros(n, k, dtype=BF16)
+    for num_rows in (1, 16, 64):
+        x = torch.zeros(num_rows, k, dtype=BF16)
+        linear.skinny_linear_parts(torch.zeros(4, num_rows, n), x, weight)
 
 
 def mix(
@@ -130,6 +139,7 @@ CASES: dict[str, Callable[[], None]] = {
     "products, few, silu": partial(multiply, 512, 2048, activation="silu"),
     "products, wide, silu": partial(multiply, 18944, 2048, activation="silu"),
     "products, gelu": partial(multiply, 4096, 2048, activation="gelu_tanh"),
+    "products, parts": partial(leave_parts, 3584, 2048),
     "mixture, a token": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
     "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=8),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),

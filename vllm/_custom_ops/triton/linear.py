@@ -4,7 +4,8 @@ Registered by `table.py`; doors in `_custom_ops/linear.py`, forms in `linear_tab
 product costs what reading the weight costs, so programs stream it once, side by side in N and,
 where N has too few tiles, in K; the last program of a tile to arrive adds up the parts of K in
 their order, so that results do not depend on who is last. `skinny_linear_parts` leaves the parts
-to the kernel that comes next, which reads its input anyway.
+to the kernel that comes next, which reads its input anyway. Where `stream_table.py` says so, the
+kernel of `stream_hopper.py` runs instead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from vllm._custom_ops.triton.product import (
     activate,
     multiply_row,
     multiply_tile,
+)
+from vllm._custom_ops.triton.stream_hopper import can_stream, stream_gated, stream_parts
+from vllm._custom_ops.triton.stream_table import (
+    choose_gated_tile,
+    choose_tile,
+    count_stream_parts,
 )
 from vllm.errors import ShapeError
 from vllm.utils.math import cdiv, next_power
@@ -236,7 +243,13 @@ def skinny_gated_linear(
     _check("skinny_gated_linear", out_TI, x_TK, weight_2IK, bias_2I, parts=2)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(x_TK.shape[0], out_TI.shape[1], x_TK.shape[1], is_gated=True)
+    sizes = x_TK.shape[0], out_TI.shape[1], x_TK.shape[1]
+    if bias_2I is None and can_stream(x_TK, weight_2IK):
+        tile = choose_gated_tile(*sizes, count_processors(x_TK.device))
+        if tile is not None:
+            stream_gated(out_TI, x_TK, weight_2IK, activation, tile)
+            return
+    config = choose_config(*sizes, is_gated=True)
     launch_skinny(out_TI, x_TK, weight_2IK, bias_2I, activation, config)
 
 
@@ -261,7 +274,12 @@ def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> N
     _check(op, parts_PTN[0], x_TK, weight_NK, None, parts=1)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(x_TK.shape[0], parts_PTN.shape[2], x_TK.shape[1], is_gated=False)
+    sizes = x_TK.shape[0], parts_PTN.shape[2], x_TK.shape[1]
+    num_sms = count_processors(x_TK.device)
+    if can_stream(x_TK, weight_NK) and count_stream_parts(*sizes, num_sms):
+        stream_parts(parts_PTN, x_TK, weight_NK, choose_tile(*sizes[:2], num_sms))
+        return
+    config = choose_config(*sizes, is_gated=False)
     launch_parts(parts_PTN, x_TK, weight_NK, config)
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
+from vllm._custom_ops.triton.stream_table import count_stream_parts
+
 MAX_ROWS = 64
 """More rows are torch's."""
 
@@ -42,6 +45,7 @@ class SkinnyConfig:
 
 
 _UNBOUNDED = 1 << 62
+_LEAVES_PARTS = False  # until something adds them up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,4 +177,14 @@ def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -
         num_rows, num_outputs, k: as in `is_skinny`.
         device: where the product runs.
     """
-    return 0
+    if device.type != "cuda" or not _LEAVES_PARTS:
+        return 0
+    num_sms, sizes = count_processors(device), (num_rows, num_outputs, k)
+    if 0 < num_rows <= MAX_ROWS and has_warp_group_products(device):
+        num_parts = count_stream_parts(*sizes, num_sms)
+        if num_parts:
+            return num_parts
+    if not is_skinny(*sizes):
+        return 0
+    num_parts, _ = count_splits(choose_config(*sizes, is_gated=False), num_outputs, k, num_sms)
+    return num_parts if num_parts > 1 else 0
