@@ -199,7 +199,7 @@ def play_gpu(arch: int) -> None:
     }
     hosts = (
         attention_decode, attention_hopper, attention_shape, linear, mamba2_hopper, moe_grouped,
-        overlap,
+        overlap, stream_hopper,
     )  # fmt: skip
     for module in hosts:
         for name in answers.keys() & vars(module).keys():
