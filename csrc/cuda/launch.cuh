@@ -5,6 +5,11 @@
 // await_inputs() on every path before it reads or writes anything else, and before an early return:
 // who waits for this kernel relies on what this kernel waited for. After that, not before, it calls
 // let_next_start(): so one kernel waits at a time, not as many as the device has room for.
+//
+// A short kernel between products of few rows, all of whose blocks run at once, calls it first: the
+// product behind it then brings its weights while this kernel waits. It reads past the nearest
+// cache what others than the kernel before it wrote in this step, since those may not have ended
+// when its blocks began (`load_fresh`).
 #pragma once
 
 #include <utility>
@@ -12,6 +17,8 @@
 #include "core/cuda_launch.h"
 
 namespace vllm::cuda {
+
+inline constexpr size_t kMaxUnaskedBytes = 48 << 10;  // of shared memory that any block can have
 
 // From now on the next kernel's blocks may take what room this one's leave.
 __device__ __forceinline__ void let_next_start() {
@@ -27,20 +34,44 @@ __device__ __forceinline__ void await_inputs() {
 #endif
 }
 
-// Launches kernel(args...), which calls the two functions above; a refusal is told by scope.check.
+// Launches kernel(args...), which calls the two functions above, with blocks of `shared_bytes` of
+// dynamic shared memory; a refusal is told by scope.check.
 template <typename... Params, typename... Args>
-void launch_overlapping(const LaunchScope& scope, void (*kernel)(Params...), dim3 grid, dim3 block,
-                        Args&&... args) {
+void launch_sharing(const LaunchScope& scope, size_t shared_bytes, void (*kernel)(Params...),
+                    dim3 grid, dim3 block, Args&&... args) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = scope.stream();
   config.attrs = &overlap;
   config.numAttrs = scope.can_overlap() ? 1 : 0;
   static_cast<void>(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
+
+template <typename... Params, typename... Args>
+void launch_overlapping(const LaunchScope& scope, void (*kernel)(Params...), dim3 grid, dim3 block,
+                        Args&&... args) {
+  launch_sharing(scope, 0, kernel, grid, block, std::forward<Args>(args)...);
+}
+
+// Prepares a kernel that runs between products, whose blocks fill the shared memory: a processor
+// that has given more of its memory to the cache takes no such block before it is idle. Returns
+// whether blocks can have `shared_bytes` of dynamic shared memory.
+template <typename... Params>
+bool prepare_sharing(void (*kernel)(Params...), size_t shared_bytes) {
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           static_cast<int>(cudaSharedmemCarveoutMaxShared));
+  if (error == cudaSuccess && shared_bytes > kMaxUnaskedBytes) {
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+  }
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // told by the result
+  return error == cudaSuccess;
 }
 
 }  // namespace vllm::cuda

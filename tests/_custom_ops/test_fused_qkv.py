@@ -42,3 +42,22 @@ def test_twin_equals_separate_ops(dtype: torch.dtype, has_norm: bool, rot_dim: i
     assert_near(qkv, composed)
     for field in ("key", "value"):
         assert_near(getattr(caches[1], field), getattr(caches[0], field))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_twin_begins_with_the_sum_of_parts(dtype: torch.dtype, has_bias: bool) -> None:
+    width = (HEADS + 2 * KV_HEADS) * SIZE
+    parts = random_rows(3, 9, width, dtype=torch.float32, seed=1)
+    bias = random_rows(width, dtype=dtype, seed=2) if has_bias else None
+    qkv = ((parts[0] + parts[1] + parts[2]) + (bias.float() if bias is not None else 0.0)).to(dtype)
+    found = torch.full_like(qkv, torch.nan)
+    caches = [make_paged_cache([9], KV_HEADS, SIZE, BLOCK, dtype) for _ in range(2)]
+    for x, cache_of_x, given in ((qkv, caches[0], ()), (found, caches[1], (parts, bias))):
+        naive.qkv_norm_rope_cache(
+            x, torch.arange(9), caches[0].slots(0, 0, 9), cache_of_x.key, cache_of_x.value,
+            None, None, 1e-6, None, HEADS, KV_HEADS, SIZE, 0, True, *given,
+        )  # fmt: skip
+    assert torch.equal(found, qkv)
+    for field in ("key", "value"):
+        assert_near(getattr(caches[1], field), getattr(caches[0], field))

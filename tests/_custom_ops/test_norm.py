@@ -44,6 +44,20 @@ def test_fused_add_rms_norm_equals_twin(isa: str, dtype: torch.dtype, size: int)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 2, 9, 12])
+def test_twin_of_parts_is_the_sum_rounded_then_added(dtype: torch.dtype, num_parts: int) -> None:
+    """The op exists on CUDA only."""
+    parts = random_rows(num_parts, 4, 33, dtype=torch.float32, seed=2)
+    residual, weight = random_rows(4, 33, dtype=dtype, seed=3), random_rows(33, dtype=dtype, seed=4)
+    expected, expected_residual = parts.double().sum(0).to(dtype), residual.clone()
+    norm.fused_add_rms_norm(expected, expected_residual, weight, 1e-6)
+    out = poisoned(residual.shape, dtype)
+    naive.add_parts_rms_norm(out, parts, residual, weight, 1e-6)
+    assert_near(residual, expected_residual)
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_rms_norm_takes_strided_heads_and_works_in_place(dtype: torch.dtype) -> None:
     qkv = random_rows(6, 10 * 24, dtype=dtype, seed=5)
     weight = random_rows(24, dtype=dtype, seed=6)

@@ -27,12 +27,17 @@ def qkv_norm_rope_cache(
     head_size: int,
     rotary_dim: int,
     is_neox: bool,
+    parts_PTX: Tensor | None = None,
+    bias_X: Tensor | None = None,
 ) -> None:
     """Norm and turn query and key heads in place, and write key and value rows to the cache.
 
+    Given the parts of a product, it adds them up first: then `qkv_TX` is written only.
+
     Args:
         qkv_TX: float32, bfloat16 or float16 [T, (num_heads + 2 * num_kv_heads) * head_size]: query
-            heads, key heads, value heads; contiguous in X. Value heads stay as they are.
+            heads, key heads, value heads; contiguous in X. Value heads stay as they are, if there
+            are no parts.
         positions: int64 [T], rows of `cos_sin`.
         slots_T2: int32; as in `cache.reshape_and_cache`; offset -1 skips the token.
         key_cache: [num_units, block_tokens, num_kv_heads, head_size], dtype of `qkv_TX`,
@@ -49,6 +54,11 @@ def qkv_norm_rope_cache(
         head_size: elements of one head.
         rotary_dim: first elements of a head that turn; 0 is none.
         is_neox: pairs are (i, i + rotary_dim/2), else (2i, 2i + 1).
+        parts_PTX: float32 [P, T, X], contiguous, as `linear.skinny_linear_parts` leaves them; their
+            sum in their order, with the bias, is rounded to the dtype of `qkv_TX`. One launch where
+            P <= 9 and heads are 128 elements of 16 bits that turn in halves, if at all, both norms
+            or none; else two.
+        bias_X: of the dtype of `qkv_TX`, added to the sum of parts, or None.
 
     Raises:
         ShapeError: an argument has the wrong shape, stride, dtype or device.
@@ -68,4 +78,6 @@ def qkv_norm_rope_cache(
         head_size,
         rotary_dim,
         is_neox,
+        parts_PTX,
+        bias_X,
     )

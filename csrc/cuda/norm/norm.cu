@@ -1,10 +1,11 @@
-// Ops: _C::rms_norm, _C::fused_add_rms_norm on CUDA.
+// Ops: _C::rms_norm, _C::fused_add_rms_norm and, on CUDA only, _C::add_parts_rms_norm.
 //
 // A row is read once and kept in registers. Short rows (heads) take a group of lanes each, several
 // groups a warp; long rows (hidden states) take a block each. Which of the two, and the order of
 // the sum, depend on the row's length alone, so that a row's bits do not depend on the batch.
 #include "core/registration.h"
 #include "cuda/launch.cuh"
+#include "cuda/norm/parts_norm.cuh"
 #include "cuda/norm/row_norm.cuh"
 #include "cuda/rows.cuh"
 
@@ -146,11 +147,36 @@ void fused_add_rms_norm_op(const Tensor& input, const Tensor& residual, const Te
   run_norm("fused_add_rms_norm", input, input, &residual, weight, epsilon);
 }
 
+// The rows of `residual`, [T, N], are those that the parts make.
+void add_parts_rms_norm_op(const Tensor& out, const Tensor& parts, const Tensor& residual,
+                           const Tensor& weight, double epsilon) {
+  constexpr char kOp[] = "add_parts_rms_norm";
+  check_tensor(kOp, "residual", residual, 2);
+  check_float_dtype(kOp, "residual", residual);
+  check_tensor(kOp, "out", out, 2);
+  check_like(kOp, "out", out, residual);
+  const Parts summands = parts_of(kOp, parts, residual);
+  check_norm_weight(kOp, "weight", weight, residual, residual.size(1));
+  if (residual.size(0) == 0 || residual.size(1) == 0) return;
+  const LaunchScope scope(residual);
+  if (launch_parts_norm(scope, out, summands, residual, weight, epsilon)) return scope.check(kOp);
+  write_sum(scope, out, summands, nullptr);
+  scope.check(kOp);
+  run_norm(kOp, out, out, &residual, weight, epsilon);
+}
+
 }  // namespace
+
+VLLM_OPS(_C, m) {
+  m.def(
+      "add_parts_rms_norm(Tensor! out, Tensor parts, Tensor! residual, Tensor weight, "
+      "float epsilon) -> ()");
+}
 
 VLLM_OPS_IMPL(_C, CUDA, m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm_op));
   m.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm_op));
+  m.impl("add_parts_rms_norm", TORCH_BOX(&add_parts_rms_norm_op));
 }
 
 }  // namespace vllm::cuda

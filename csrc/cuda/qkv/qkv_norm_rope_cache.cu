@@ -1,47 +1,17 @@
 // Op: _C::qkv_norm_rope_cache: between the projection to query, key and value and the attention, in
 // one launch: norm and rotary embedding of every query and key head, rows of keys and values into
 // the cache. It exists on CUDA only; its naive twin is the composition of the separate ops, with
-// which it agrees bit for bit.
+// which it agrees bit for bit. It can begin with the parts of the projection, whose sum it takes.
 #include "core/registration.h"
-#include "cuda/cache/cache_rows.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/norm/head_norm.cuh"
-#include "cuda/rope/head_rope.cuh"
+#include "cuda/qkv/qkv_args.cuh"
+#include "cuda/qkv/qkv_parts.cuh"
 
 namespace vllm::cuda {
 
 namespace {
 
 constexpr char kOp[] = "qkv_norm_rope_cache";
-
-struct QkvArgs {
-  void* qkv;
-  int64_t token_stride;
-  const int64_t* positions;
-  const int2* slots;
-  CacheRows key_cache, value_cache;
-  const void *q_weight, *k_weight;  // null: no norm
-  float epsilon;
-  RopeTable table;  // rot_dim 0: no rotary embedding
-  uint32_t tokens, num_heads, num_kv_heads;
-  uint32_t first_head;       // heads before it stay as they are, and are not read
-  uint32_t groups_of_token;  // each serves every groups_of_token-th head
-  int head_size, lanes;
-  bool is_packed;        // heads inside qkv, and norm weights
-  bool is_cache_packed;  // rows of the caches
-  bool is_table_packed;  // see RopeTurn
-};
-
-template <typename T, typename W, int kPacks>
-__device__ __forceinline__ void load_head_weight(WeightPack<T, W> (&weights)[kPacks],
-                                                 const void* weight, const LaneGroup& group,
-                                                 bool is_packed, int head_size) {
-  if (weight == nullptr) return;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    weights[p].load(static_cast<const W*>(weight), group.begin_of<T>(p), head_size, is_packed);
-  }
-}
 
 // What a group of lanes knows of its token.
 template <typename T, typename W, int kPacks>
@@ -207,14 +177,13 @@ void launch_whole(QkvArgs args, const LaunchScope& scope) {
 
 template <typename T, typename W, int kPacks>
 void launch_qkv(const QkvArgs& args, const LaunchScope& scope) {
-  const bool turns_packed = args.table.rot_dim == 0 || (args.table.is_neox && args.is_table_packed);
-  if (!args.is_packed || !args.is_cache_packed || !turns_packed) {
+  if (!is_all_packed(args)) {
     return launch_any<T, W, kPacks, false>(args, scope);
   }
   if constexpr (kPacks == 1) {
-    const bool are_alike = (args.q_weight == nullptr) == (args.k_weight == nullptr);
-    const int lanes =
-        are_alike && args.head_size % Pack<T>::kSize == 0 ? args.head_size / Pack<T>::kSize : 0;
+    const int lanes = are_norms_alike(args) && args.head_size % Pack<T>::kSize == 0
+                          ? args.head_size / Pack<T>::kSize
+                          : 0;
     if (lanes == 8) return launch_whole<T, W, 8>(args, scope);
     if (lanes == 16) return launch_whole<T, W, 16>(args, scope);
     if (lanes == 32) return launch_whole<T, W, 32>(args, scope);
@@ -263,6 +232,15 @@ void check_qkv(const Tensor& qkv, const Tensor& positions, int64_t num_heads, in
   check_size(kOp, "positions", positions, 0, qkv.size(0));
 }
 
+const void* parts_bias(const std::optional<Tensor>& bias, const Tensor& qkv) {
+  if (!bias.has_value()) return nullptr;
+  check_tensor(kOp, "bias", *bias, 1);
+  check_dtype(kOp, "bias", *bias, qkv.scalar_type());
+  check_same_device(kOp, "bias", *bias, qkv);
+  check_size(kOp, "bias", *bias, 0, qkv.size(1));
+  return bias->data_ptr();
+}
+
 bool are_heads_packed(const QkvArgs& args, int64_t item) {
   return is_pack_aligned(args.qkv) && args.token_stride * item % kPackBytes == 0 &&
          args.head_size * item % kPackBytes == 0 && is_pack_aligned(args.q_weight) &&
@@ -275,7 +253,8 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
                             const std::optional<Tensor>& k_norm, double epsilon,
                             const std::optional<Tensor>& cos_sin_cache, int64_t num_heads,
                             int64_t num_kv_heads, int64_t head_size, int64_t rotary_dim,
-                            bool is_neox) {
+                            bool is_neox, const std::optional<Tensor>& parts,
+                            const std::optional<Tensor>& bias) {
   check_qkv(qkv, positions, num_heads, num_kv_heads, head_size);
   const int64_t item = static_cast<int64_t>(qkv.element_size());
   QkvArgs args{
@@ -304,8 +283,18 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
       is_packed(args.key_cache, head_size, item) && is_packed(args.value_cache, head_size, item);
   args.is_table_packed = args.table.is_packed(item);
   const ScalarType weights = weight_type(q_norm, k_norm, qkv);
+  CHECK_ARG(parts.has_value() || !bias.has_value(), kOp,
+            ": bias is added to parts, there are none");
   if (args.tokens == 0) return;
   const LaunchScope scope(qkv);
+  if (parts.has_value()) {
+    const Parts summands = parts_of(kOp, *parts, qkv);
+    const void* added = parts_bias(bias, qkv);
+    if (launch_qkv_parts(scope, args, qkv.scalar_type(), weights, summands, added)) {
+      return scope.check(kOp);
+    }
+    write_sum(scope, qkv, summands, added);
+  }
   dispatch_lanes(
       kOp, qkv.scalar_type(), head_size, [&]<typename T, int kPacks>(LanePacks<T, kPacks>) {
         dispatch_weight<T>(weights,
@@ -320,7 +309,8 @@ VLLM_OPS(_C, m) {
   m.def(
       "qkv_norm_rope_cache(Tensor! qkv, Tensor positions, Tensor slots, Tensor! key_cache, "
       "Tensor! value_cache, Tensor? q_norm, Tensor? k_norm, float epsilon, Tensor? cos_sin_cache, "
-      "int num_heads, int num_kv_heads, int head_size, int rotary_dim, bool is_neox) -> ()");
+      "int num_heads, int num_kv_heads, int head_size, int rotary_dim, bool is_neox, "
+      "Tensor? parts=None, Tensor? bias=None) -> ()");
 }
 
 VLLM_OPS_IMPL(_C, CUDA, m) { m.impl("qkv_norm_rope_cache", TORCH_BOX(&qkv_norm_rope_cache_op)); }

@@ -15,6 +15,7 @@ from tests._custom_ops.gpu.tensors import (
     make_caches,
     make_slots,
     make_table,
+    poisoned_like,
 )
 from vllm._custom_ops import cache, fused_qkv, norm, rope
 from vllm._custom_ops.naive import fused_qkv as naive
@@ -104,6 +105,69 @@ def test_many_tokens_equal_separate_ops(
     assert torch.equal(caches[0], separate_caches[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_size", "rot_dim"), [(128, 128), (128, 64), (128, 0), (128, 12), (64, 64), (96, 12)]
+)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("weights", ["none", "same", "float", "query only"])
+@pytest.mark.parametrize("num_parts", [1, 3, 12])
+def test_parts_equal_their_rounded_sum(
+    dtype: torch.dtype, head_size: int, rot_dim: int, is_neox: bool, weights: str, num_parts: int
+) -> None:
+    check_parts(7, num_parts, dtype, head_size, rot_dim, is_neox, weights, has_bias=True)
+
+
+@pytest.mark.parametrize("num_parts", range(1, 10))
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 33, 64])
+@pytest.mark.parametrize("weights", ["none", "same"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_any_number_of_parts_and_rows(
+    num_parts: int, num_rows: int, weights: str, has_bias: bool
+) -> None:
+    check_parts(num_rows, num_parts, torch.bfloat16, 128, 128, True, weights, has_bias=has_bias)
+
+
+def check_parts(
+    num_rows: int,
+    num_parts: int,
+    dtype: torch.dtype,
+    head_size: int,
+    rot_dim: int,
+    is_neox: bool,
+    weights: str,
+    *,
+    has_bias: bool,
+) -> None:
+    """Compare with the op over the sum of the parts, bit for bit."""
+    size = (HEADS + 2 * KV_HEADS) * head_size
+    parts = draw(num_parts, num_rows, size, dtype=torch.float32, seed=1)
+    bias = draw(size, dtype=dtype, seed=4) if has_bias else None
+    weight_dtype = torch.float32 if weights == "float" else dtype
+    q_norm, k_norm = (draw(head_size, dtype=weight_dtype, seed=seed) for seed in (2, 3))
+    norms = {"none": (None, None), "query only": (q_norm, None)}.get(weights, (q_norm, k_norm))
+    table = make_table(120, rot_dim) if rot_dim else None
+    positions = torch.arange(30, 30 + num_rows).cuda()
+    block_units = 2 * BLOCK * KV_HEADS * head_size * dtype.itemsize // 256 + 2
+    slots = make_slots(num_rows, BLOCK, block_units, skipped=num_rows - 1)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    qkv = (total if bias is None else total + bias.float()).to(dtype)
+    found, found_caches = poisoned_like(qkv), make_caches(BLOCK, KV_HEADS, head_size, dtype)
+    caches = make_caches(BLOCK, KV_HEADS, head_size, dtype)
+    for x, (_, *targets), given in (
+        (qkv, caches, (None, None)),
+        (found, found_caches, (parts, bias)),
+    ):
+        fused_qkv.qkv_norm_rope_cache(
+            x, positions, slots, *targets, *norms, 1e-6, table,
+            HEADS, KV_HEADS, head_size, rot_dim, is_neox, *given,
+        )  # fmt: skip
+    assert torch.equal(found, qkv)
+    assert torch.equal(found_caches[0], caches[0])
+
+
 def call(qkv: Tensor, positions: Tensor, slots: Tensor, caches: list[Tensor]) -> None:
     weight = torch.ones(128, dtype=qkv.dtype, device="cuda")
     fused_qkv.qkv_norm_rope_cache(
@@ -151,3 +215,8 @@ def test_no_tokens_and_bad_arguments() -> None:
         call(qkv, positions, slots.long(), caches)
     with pytest.raises(ShapeError, match="key_cache is BFloat16, expected Float"):
         call(qkv.float(), positions, slots, caches)
+    with pytest.raises(ShapeError, match="bias is added to parts"):
+        fused_qkv.qkv_norm_rope_cache(
+            qkv, positions, slots, *caches, None, None, 1e-6, None,
+            HEADS, KV_HEADS, 128, 0, True, None, qkv[0],
+        )  # fmt: skip

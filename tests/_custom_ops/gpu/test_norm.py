@@ -114,6 +114,71 @@ def test_graph_replays_equal() -> None:
     assert torch.equal(residual_static, residual)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 256, 1000, 1280, 2048, 2880, 3584, 4096, 8192])
+@pytest.mark.parametrize("num_parts", [*range(1, 10), 12])
+@pytest.mark.parametrize("is_weight_float", [False, True])
+def test_parts_equal_their_rounded_sum(
+    dtype: torch.dtype, size: int, num_parts: int, is_weight_float: bool
+) -> None:
+    parts = draw(num_parts, 5, size, dtype=torch.float32, seed=1)
+    residual = draw(5, size, dtype=dtype, seed=2)
+    weight = draw(size, dtype=torch.float32 if is_weight_float else dtype, seed=3)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    expected, expected_residual = total.to(dtype), residual.clone()
+    ops.fused_add_rms_norm(expected, expected_residual, weight, 1e-6)
+    out = poisoned_like(residual)
+    ops.add_parts_rms_norm(out, parts, residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 33, 64])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_parts_of_many_rows_equal_twin(num_rows: int, is_strided: bool) -> None:
+    size, dtype = 3584, torch.bfloat16
+    parts = draw(7, num_rows, size, dtype=torch.float32, seed=1)
+    residual = draw(num_rows, size + 8 * is_strided, dtype=dtype, seed=2)[:, :size]
+    weight = draw(size, dtype=dtype, seed=3)
+    expected, expected_residual = poisoned_like(residual), residual.clone()
+    naive.add_parts_rms_norm(expected, parts, expected_residual, weight, 1e-6)
+    out = poisoned_like(residual)
+    ops.add_parts_rms_norm(out, parts, residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual)
+    assert_near(out, expected)
+
+
+def test_parts_replay_equal() -> None:
+    parts = draw(9, 16, 4096, dtype=torch.float32, seed=1)
+    residual, weight = (
+        draw(16, 4096, dtype=torch.bfloat16, seed=2),
+        draw(4096, dtype=torch.bfloat16),
+    )
+    out, residual_static = torch.empty_like(residual), residual.clone()
+    graph = capture(lambda: ops.add_parts_rms_norm(out, parts, residual_static, weight, 1e-6))
+    residual_static.copy_(residual)
+    graph.replay()
+    expected = torch.empty_like(residual)
+    ops.add_parts_rms_norm(expected, parts, residual, weight, 1e-6)
+    assert torch.equal(residual_static, residual)
+    assert torch.equal(out, expected)
+
+
+def test_bad_parts() -> None:
+    parts = draw(2, 3, 256, dtype=torch.float32)
+    residual, weight = draw(3, 256, dtype=torch.bfloat16), draw(256, dtype=torch.bfloat16)
+    out = torch.empty_like(residual)
+    ops.add_parts_rms_norm(out[:0], parts[:, :0].contiguous(), residual[:0], weight, 1e-6)
+    with pytest.raises(ShapeError, match="dimension 1 must be 3"):
+        ops.add_parts_rms_norm(out, parts[:, :2].contiguous(), residual, weight, 1e-6)
+    with pytest.raises(ShapeError, match="parts is BFloat16, expected Float"):
+        ops.add_parts_rms_norm(out, parts.bfloat16(), residual, weight, 1e-6)
+    with pytest.raises(ShapeError, match="there must be a part"):
+        ops.add_parts_rms_norm(out, parts[:0], residual, weight, 1e-6)
+
+
 def test_no_rows_and_bad_arguments() -> None:
     x, weight = draw(2, 8, dtype=torch.float32), draw(8, dtype=torch.float32)
     ops.rms_norm(x[:0], x[:0], weight, 1e-6)

@@ -27,8 +27,15 @@ def qkv_norm_rope_cache(
     head_size: int,
     rotary_dim: int,
     is_neox: bool,
+    parts_PTX: Tensor | None = None,
+    bias_X: Tensor | None = None,
 ) -> None:
-    """Norms of query and key heads, then rotary embedding, then the cache write."""
+    """The sum of parts; norms of query and key heads; rotary embedding; the cache write."""
+    if parts_PTX is not None:
+        total_TX = parts_PTX[0].clone()
+        for part_TX in parts_PTX[1:]:
+            total_TX += part_TX
+        qkv_TX.copy_(total_TX if bias_X is None else total_TX + bias_X.float())
     heads = qkv_TX.unflatten(-1, (-1, head_size))
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     for x, weight in ((query, q_norm), (key, k_norm)):

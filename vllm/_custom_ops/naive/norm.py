@@ -35,3 +35,14 @@ def norm_add_rms_norm(
     """input := rms_norm(input), rounded; then `fused_add_rms_norm`."""
     rms_norm(input, input, input_weight, epsilon)
     fused_add_rms_norm(input, residual, weight, epsilon)
+
+
+def add_parts_rms_norm(
+    out: Tensor, parts_PTN: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> None:
+    """residual += sum of parts in their order, rounded; out := rms_norm(residual)."""
+    total_TN = parts_PTN[0].clone()
+    for part_TN in parts_PTN[1:]:
+        total_TN += part_TN
+    residual.add_(total_TN.to(residual.dtype))
+    rms_norm(out, residual, weight, epsilon)
