@@ -132,6 +132,10 @@ async def _read_stream(
     else:
         result.error = "the stream ended without [DONE]"
     result.generated_text = "".join(pieces)
-    result.latency = last_s - start_s
     if not pieces and not result.error:
-        result.error = "the answer is empty"
+        # Tokens may have no text (made-up weights draw ids that a tokenizer lacks).
+        last_s = time.perf_counter()
+        result.ttft = last_s - start_s
+        if not result.output_len:
+            result.error = "the answer is empty"
+    result.latency = last_s - start_s
