@@ -199,16 +199,17 @@ def write_shape(name: str, directory: Path) -> Path:
 
 
 def write_tokenizer(name: str, directory: Path) -> None:
-    """Write a tokenizer into a shape's directory, for servers: each of its tokens is a byte.
+    """Write a tokenizer into a shape's directory, for servers: each token of a text is a byte.
 
     Byte-level pairs without a merge, since families insist on classes of their own that are made of
-    such pairs.
+    such pairs. The other ids, which made-up weights draw, are written as numbers.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert len(letters) <= SHAPES[name]["vocab_size"]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    numbers = [f"Ġ{i}" for i in range(len(letters), SHAPES[name]["vocab_size"])]  # Ġ is a space
+    vocab = {token: i for i, token in enumerate(letters + numbers)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
