@@ -163,16 +163,26 @@ def test_budgets(model: Path, options: dict, expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("kind", "gib", "options", "expected"),
     [
-        ({}, (8192 + 256, 256)),
-        ({"max_num_seqs": 4}, (8192 + 4, 4)),
-        ({"max_num_batched_tokens": 64}, (64, 64)),
-        ({"enable_chunked_prefill": False}, (2048, 256)),
+        (EngineArgs, 80, {}, (16384 + 256, 256)),
+        (EngineArgs, 24, {}, (8192 + 256, 256)),
+        (AsyncEngineArgs, 80, {}, (8192 + 256, 256)),
+        (EngineArgs, 80, {"max_num_seqs": 4}, (16384 + 4, 4)),
+        (EngineArgs, 80, {"max_num_batched_tokens": 64}, (64, 64)),
+        (EngineArgs, 80, {"enable_chunked_prefill": False}, (2048, 256)),
     ],
 )
-def test_budgets_on_a_gpu(model: Path, options: dict, expected: tuple[int, int]) -> None:
-    args = EngineArgs(model=str(model), **options)
+def test_budgets_on_a_gpu(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[EngineArgs],
+    gib: int,
+    options: dict,
+    expected: tuple[int, int],
+) -> None:
+    monkeypatch.setattr("vllm.config.resolve.find_gpu_bytes", lambda: gib << 30)
+    args = kind(model=str(model), **options)
     scheduler = _resolve_scheduler(args, resolve(model).model_config, "cuda")
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == expected
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from vllm.config import EngineConfig, LoadConfig, ModelConfig
 from vllm.config.resolve import resolve_engine_config
@@ -23,7 +23,13 @@ DEFAULT_MODEL = "facebook/opt-125m"
 
 @dataclass
 class EngineArgs:
-    """Arguments of an engine; `vllm serve --help` says what each means."""
+    """Arguments of an engine; `vllm serve --help` says what each means.
+
+    Attributes:
+        has_streams: whether somebody waits for every token, so that steps are kept short.
+    """
+
+    has_streams: ClassVar[bool] = False
 
     model: str = DEFAULT_MODEL
     served_model_name: str | list[str] | None = None
@@ -166,6 +172,8 @@ class EngineArgs:
 @dataclass
 class AsyncEngineArgs(EngineArgs):
     """Arguments of an asynchronous engine."""
+
+    has_streams: ClassVar[bool] = True
 
     disable_log_requests: bool = False
 

@@ -28,7 +28,7 @@ def find_cuda_fault() -> str:
     if not _is_torch_built_for_cuda():
         return "the installed torch was built without CUDA"
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = _load_driver()
     except OSError:
         return "there is no NVIDIA driver (libcuda.so.1)"
     count = ctypes.c_int(0)
@@ -36,6 +36,20 @@ def find_cuda_fault() -> str:
     if status != 0:
         return f"the NVIDIA driver answers with error {status}"
     return "" if count.value else "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
+
+
+@cache
+def find_gpu_bytes() -> int:
+    """Return the memory of the first visible GPU; 0 where this process cannot compute on one."""
+    if find_cuda_fault():
+        return 0
+    num_bytes = ctypes.c_size_t(0)
+    status = _load_driver().cuDeviceTotalMem_v2(ctypes.byref(num_bytes), 0)
+    return num_bytes.value if status == 0 else 0
+
+
+def _load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _is_torch_built_for_cuda() -> bool:
