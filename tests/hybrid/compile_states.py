@@ -18,14 +18,14 @@ from vllm._custom_ops.triton import causal_conv, delta_rule, gated_norm, mamba2
 DECODE, PROMPTS = [1, 1], [300, 90]
 
 
-def scan_deltas(new_lens: list[int]) -> None:
-    """Qwen3-Next's linear attention."""
-    num_tokens, keys, values = sum(new_lens), 16 * 128, 32 * 128
+def scan_deltas(new_lens: list[int], *, size: int = 128) -> None:
+    """Qwen3-Next's linear attention, or one of other sizes."""
+    num_tokens, keys, values = sum(new_lens), 16 * size, 32 * size
     wide = torch.zeros(num_tokens, 2 * keys + values, dtype=BF16)
-    q, k, v = (t.unflatten(-1, (-1, 128)) for t in wide.split((keys, keys, values), -1))
+    q, k, v = (t.unflatten(-1, (-1, size)) for t in wide.split((keys, keys, values), -1))
     g, beta = torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 32)
-    rows = make_state_rows((32, 128, 128), torch.float32, new_lens, [7] * len(new_lens), "cpu")
-    out = torch.zeros(num_tokens, 32, 128, dtype=BF16)
+    rows = make_state_rows((32, size, size), torch.float32, new_lens, [7] * len(new_lens), "cpu")
+    out = torch.zeros(num_tokens, 32, size, dtype=BF16)
     delta_rule.gated_delta_rule(out, q, k, v, g, beta, rows.view, *rows.before, 0.1, True)
 
 
@@ -105,6 +105,7 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, decode": partial(scan_deltas, DECODE),
     "delta rule, step": step_deltas,
     "delta rule, prompts": partial(scan_deltas, PROMPTS),
+    "delta rule, prompts, large heads": partial(scan_deltas, PROMPTS, size=256),
     "Mamba-2, decode": partial(scan_mamba, DECODE),
     "Mamba-2, step": partial(step_mamba, 1),
     "Mamba-2, step of many": partial(step_mamba, 2),

@@ -33,6 +33,7 @@ from vllm._custom_ops.triton import (
     attention_hopper,
     attention_shape,
     batch,
+    delta_hopper,
     linear,
     linear_table,
     mamba2_hopper,
@@ -198,8 +199,8 @@ def play_gpu(arch: int) -> None:
         "count_processors": NUM_PROCESSORS[arch],
     }
     hosts = (
-        attention_decode, attention_hopper, attention_shape, linear, mamba2_hopper, moe_grouped,
-        overlap, stream_hopper,
+        attention_decode, attention_hopper, attention_shape, delta_hopper, linear, mamba2_hopper,
+        moe_grouped, overlap, stream_hopper,
     )  # fmt: skip
     for module in hosts:
         for name in answers.keys() & vars(module).keys():

@@ -252,6 +252,7 @@ LANGUAGE = SimpleNamespace(
     cdiv=cdiv,
     constexpr=lambda value: value,
     convert_layout=lambda values, layout: values,
+    fma=lambda a, b, c: a * b + c,
     inline_asm_elementwise=lambda text, constraints, args, **options: args[0] if args else None,
     load=load,
     max=lambda values, axis: values.amax(axis),

@@ -8,7 +8,8 @@ and the decays multiply it entry by entry: with D[i, j] = exp(G[i] - G[j]),
     U = beta (T D) V - beta exp(G) (T K) S.
 The first kernel finds both factors, and the decayed products of queries and keys, for every chunk
 at once; the second walks over the chunks of a row with a slice of the state in registers and writes
-the outputs, while the tiles of the next chunks are on their way.
+the outputs, while the tiles of the next chunks are on their way. `delta_hopper.py` has another
+second kernel.
 
 Operands of products are rounded to the dtype of the inputs. What a token does to its own output is
 the largest part of it where states decay fast, and is kept out of that: the diagonal of T D is one,
@@ -29,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm._custom_ops.triton.delta_hopper import can_pass, run_pass
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import (
     ROW_TABLES,
@@ -331,6 +333,9 @@ def run_delta_chunks(
         LEVELS=levels, INNER=inner,
         num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
+    if can_pass(out_THV, q, k):
+        run_pass(out_THV, made, q, k, state, rows)
+        return
     tile = _choose_pass(block_v, block_k, num_rows * num_heads, is_wide=is_wide)
     _delta_pass_kernel[cdiv(value_size, tile["BLOCK_V"]), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
