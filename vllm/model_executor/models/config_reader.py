@@ -16,6 +16,21 @@ from vllm.model_executor.models.shapes import AttentionShape, MlpShape
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
+def check_layer_type(config: Mapping[str, Any], layer: int, *allowed: str) -> str:
+    """Return the word that `layer_types` has for a layer.
+
+    Raises:
+        ConfigError: it is none of `allowed`.
+    """
+    kind = str(config["layer_types"][layer])
+    if kind not in allowed:
+        raise ConfigError(
+            f"layer {layer} has layer type {kind!r}, which this family does not have; allowed: "
+            + ", ".join(allowed)
+        )
+    return kind
+
+
 def read_window(config: Mapping[str, Any], layer: int) -> int:
     """Return the window of a layer in tokens; 0 where `layer_types` calls it full.
 
@@ -25,14 +40,8 @@ def read_window(config: Mapping[str, Any], layer: int) -> int:
     Raises:
         ConfigError: another layer type, or a sliding layer without a size.
     """
-    kind = config["layer_types"][layer]
-    if kind == FULL:
+    if check_layer_type(config, layer, FULL, SLIDING) == FULL:
         return 0
-    if kind != SLIDING:
-        raise ConfigError(
-            f"layer {layer} has layer type {kind!r}, which this family does not have; allowed: "
-            f"{FULL}, {SLIDING}"
-        )
     window = config["sliding_window"]
     if not window:
         raise ConfigError(

@@ -22,7 +22,12 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.config_reader import read_window
+from vllm.model_executor.models.config_reader import (
+    FULL,
+    SLIDING,
+    check_layer_type,
+    read_window,
+)
 from vllm.model_executor.models.gemma3n_parts import (
     FreshRows,
     Gemma3nLayer,
@@ -189,7 +194,10 @@ class Gemma3nForCausalLM(CausalLM):
 
 def read_owners(config: Mapping[str, Any]) -> dict[int, int]:
     """Return layer -> the layer whose keys and values it reads, for those without their own."""
-    types = config["layer_types"]
+    types = [
+        check_layer_type(config, layer, FULL, SLIDING)
+        for layer in range(config["num_hidden_layers"])
+    ]
     num_owners = len(types) - config["num_kv_shared_layers"]
     last = {name: layer for layer, name in enumerate(types[:num_owners])}
     return {layer: last[types[layer]] for layer in range(num_owners, len(types))}

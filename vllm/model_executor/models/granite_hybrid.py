@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.models.bamba import MAMBA_ROWS
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.config_reader import read_attention
+from vllm.model_executor.models.config_reader import FULL, check_layer_type, read_attention
 from vllm.model_executor.models.shapes import (
     AttentionShape,
     LayerShape,
@@ -29,6 +28,8 @@ from vllm.model_executor.models.weight_rows import (
     PRE_NORM_ROWS,
     layer_row,
 )
+
+_MAMBA = ("linear_attention", "mamba")
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
@@ -59,15 +60,9 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         attention, mamba, mlp = _read_attention(config), read_mamba2(config), _read_mlp(config)
 
         def read_layer(layer: int) -> LayerShape:
-            kind = config["layer_types"][layer]
-            if kind in ("full_attention", "attention"):
-                return LayerShape(attention=attention, mlp=mlp)
-            if kind in ("linear_attention", "mamba"):
-                return LayerShape(attention=mamba, mlp=mlp)
-            raise ConfigError(
-                f"layer {layer} has layer type {kind!r}, which this family does not have; allowed: "
-                "full_attention, linear_attention"
-            )
+            kind = check_layer_type(config, layer, FULL, "attention", *_MAMBA)
+            is_mamba = kind in _MAMBA
+            return LayerShape(attention=mamba if is_mamba else attention, mlp=mlp)
 
         return ModelShape(
             vocab_size=config["vocab_size"],

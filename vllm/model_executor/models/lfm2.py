@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vllm.errors import ConfigError
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.sigmoid_router import RouterSizes, SigmoidRouter
 from vllm.model_executor.models.blocks import BlockContext
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.config_reader import read_attention
+from vllm.model_executor.models.config_reader import FULL, check_layer_type, read_attention
 from vllm.model_executor.models.shapes import LayerShape, MlpShape, ModelShape
 from vllm.model_executor.models.state_parts import ShortConvShape
 from vllm.model_executor.models.weight_map import WeightRow
@@ -135,13 +134,8 @@ def _make_shape(config: Mapping[str, Any], mlps: list[MlpShape | SigmoidMoeShape
     conv = ShortConvShape(taps=config["conv_L_cache"], bias=bool(config["conv_bias"]))
 
     def read_layer(layer: int) -> LayerShape:
-        kind = config["layer_types"][layer]
-        if kind not in ("full_attention", "conv"):
-            raise ConfigError(
-                f"layer {layer} has layer type {kind!r}, which this family does not have; allowed: "
-                "full_attention, conv"
-            )
-        return LayerShape(attention=conv if kind == "conv" else attention, mlp=mlps[layer])
+        is_conv = check_layer_type(config, layer, FULL, "conv") == "conv"
+        return LayerShape(attention=conv if is_conv else attention, mlp=mlps[layer])
 
     return ModelShape(
         vocab_size=config["vocab_size"],

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from vllm.batch import AttentionState, ForwardBatch
-from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, multiply_some
 from vllm.model_executor.models.blocks import AttentionBlock, BlockContext, MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.config_reader import FULL
+from vllm.model_executor.models.config_reader import FULL, check_layer_type
 from vllm.model_executor.models.llama import make_llama_shape
 from vllm.model_executor.models.shapes import (
     AttentionShape,
@@ -97,12 +96,7 @@ def _turn_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, 
 
 def _read_attention(config: Mapping[str, Any], layer: int) -> Llama4AttentionShape:
     is_rotary = bool(config["no_rope_layers"][layer])  # 1 marks a layer WITH positions
-    kind = config["layer_types"][layer]
-    if kind not in (FULL, CHUNKED):
-        raise ConfigError(
-            f"layer {layer} has layer type {kind!r}, which this family does not have; allowed: "
-            f"{FULL}, {CHUNKED}"
-        )
+    kind = check_layer_type(config, layer, FULL, CHUNKED)
     bias = bool(config["attention_bias"])
     is_tuned = bool(config["attn_temperature_tuning"]) and not is_rotary
     heads = AttentionShape(

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.config_reader import read_mlp
+from vllm.model_executor.models.config_reader import FULL, check_layer_type, read_mlp
 from vllm.model_executor.models.gated_attention import read_gated_attention
 from vllm.model_executor.models.shapes import LayerShape, MlpShape, ModelShape, MoeShape
 from vllm.model_executor.models.state_parts import read_delta_net
@@ -66,15 +65,9 @@ def make_qwen3_next_shape(config: Mapping[str, Any], *, is_interleaved: bool) ->
     """
 
     def read_layer(layer: int) -> LayerShape:
-        kind = config["layer_types"][layer]
-        if kind not in ("full_attention", "linear_attention"):
-            raise ConfigError(
-                f"layer {layer} has layer type {kind!r}, which this family does not have; allowed: "
-                "full_attention, linear_attention"
-            )
         return LayerShape(
             attention=read_gated_attention(config)
-            if kind == "full_attention"
+            if check_layer_type(config, layer, FULL, "linear_attention") == FULL
             else read_delta_net(config, is_interleaved=is_interleaved),
             mlp=_read_mlp(config, layer),
         )
