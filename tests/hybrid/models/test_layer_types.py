@@ -10,6 +10,7 @@ from tests.hybrid.models.families import HYBRID_WRITERS
 from vllm import EngineArgs
 from vllm.errors import ConfigError
 from vllm.model_executor.model_loader.loader import get_model_architecture
+from vllm.model_executor.models.causal_lm import CausalLM
 
 
 @pytest.mark.parametrize("name", HYBRID_WRITERS)
@@ -22,6 +23,7 @@ def test_an_unknown_layer_type_is_refused(name: str, tmp_path: Path) -> None:
     if not config.get("layer_types"):
         pytest.skip("its config says by other words what its layers are")
     cls, _ = get_model_architecture(made.model_config)
+    assert issubclass(cls, CausalLM)
     cls.read_shape(config)
     types = [*config["layer_types"][:-1], "conv_attention"]
     with pytest.raises(ConfigError, match=f"layer {len(types) - 1} .*'conv_attention'.*allowed"):
