@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from vllm._custom_ops import norm as norm_ops
+from vllm.model_executor.layers.parts import Product, ProductParts
 from vllm.model_executor.layers.weight_place import Shard, WeightPlace
+
+PARTS_SIZES = range(1280, 4097, 256)
+"""Of rows whose sum from parts, addition and norm are one pass."""
 
 
 class RMSNorm(nn.Module):
@@ -42,8 +46,13 @@ class RMSNorm(nn.Module):
         norm_ops.rms_norm(x, x, self.weight, self.epsilon)
         return x
 
-    def add_and_norm(self, delta_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """Add `delta` to `residual` in place, overwrite `delta` with the normed sum, return it."""
+    def add_and_norm(self, delta_TE: Product, residual_TE: Tensor) -> Tensor:
+        """Add `delta` to `residual` in place and return the normed sum; `delta` is overwritten."""
+        if isinstance(delta_TE, ProductParts):
+            assert delta_TE.bias_N is None
+            out_TE, parts = delta_TE.new_empty(), delta_TE.parts_PTN
+            norm_ops.add_parts_rms_norm(out_TE, parts, residual_TE, self.weight, self.epsilon)
+            return out_TE
         norm_ops.fused_add_rms_norm(delta_TE, residual_TE, self.weight, self.epsilon)
         return delta_TE
 

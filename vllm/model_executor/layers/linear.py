@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
-from vllm._custom_ops.triton.linear_table import MAX_ROWS, is_skinny
+from vllm._custom_ops.triton.linear_table import MAX_ROWS, count_parts, is_skinny
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import relu2
+from vllm.model_executor.layers.parts import Product, ProductParts
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
 
-_SKINNY_DTYPES = (torch.bfloat16, torch.float16)
+SKINNY_DTYPES = (torch.bfloat16, torch.float16)
+"""Of what our kernels for few rows multiply on a GPU."""
 
 
 class Linear(PackedModule):
@@ -105,9 +107,21 @@ class Linear(PackedModule):
         linear_ops.linear(out_TN, x_TK, self.packed, bias)
         return out_TN
 
+    def multiply_to_parts(self, x_TK: Tensor) -> Product:
+        """Return x W^T + b, [T, N], still in parts where few rows are multiplied faster so."""
+        num_parts = 0
+        if self.weight is not None and x_TK.dtype in SKINNY_DTYPES and 0 < len(x_TK) <= MAX_ROWS:
+            num_parts = count_parts(len(x_TK), self.output_size, self.input_size, x_TK.device)
+        if num_parts == 0:
+            return self.multiply(x_TK, self.bias)
+        assert self.weight is not None
+        parts_PTN = x_TK.new_empty(num_parts, len(x_TK), self.output_size, dtype=torch.float32)
+        linear_ops.skinny_linear_parts(parts_PTN, x_TK, self.weight)
+        return ProductParts(parts_PTN=parts_PTN, bias_N=self.bias, dtype=x_TK.dtype)
+
     def _is_skinny(self, x_TK: Tensor, *, is_gated: bool = False) -> bool:
         """Whether a kernel of ours for few rows multiplies them, not torch."""
-        if not (x_TK.is_cuda and x_TK.dtype in _SKINNY_DTYPES) or x_TK.shape[0] > MAX_ROWS:
+        if not (x_TK.is_cuda and x_TK.dtype in SKINNY_DTYPES) or x_TK.shape[0] > MAX_ROWS:
             return False
         num_outputs = self.output_size // 2 if is_gated else self.output_size
         return is_skinny(x_TK.shape[0], num_outputs, self.input_size, is_gated=is_gated)
@@ -270,6 +284,8 @@ class RowParallelLinear(Linear):
     Args:
         input_size: columns over all ranks.
         is_partial: leave the sum over the ranks to the caller; then there is no bias.
+        leaves_parts: let `contribute` leave a product of few rows in parts, see `parts.py`, where
+            this rank has the whole sum and there is no bias.
     """
 
     def __init__(
@@ -282,9 +298,11 @@ class RowParallelLinear(Linear):
         tp: TensorParallel,
         what: str = "input size",
         is_partial: bool = False,
+        leaves_parts: bool = False,
     ) -> None:
         assert not (bias and is_partial), "every rank would add the bias"
         super().__init__(tp.split(input_size, what), output_size, bias=bias, dtype=dtype)
+        self._leaves_parts = leaves_parts and tp.size == 1 and not bias
         self._total = input_size
         self._tp = tp
         self._is_partial = is_partial
@@ -313,12 +331,17 @@ class RowParallelLinear(Linear):
         out_TN = self._tp.all_reduce(self.multiply(x_TK, None))
         return out_TN if self.bias is None else out_TN + self.bias
 
+    def contribute(self, x_TK: Tensor, tokens_L: Tensor | None = None) -> Product:
+        """Return what some tokens, [L, N], or all give to the residual stream, maybe in parts."""
+        x_LK = x_TK if tokens_L is None else x_TK[tokens_L]
+        if self._leaves_parts and len(x_LK):
+            return self.multiply_to_parts(x_LK)
+        return multiply_some(self, x_LK, None)
+
 
 def multiply_some(linear: RowParallelLinear, x_TK: Tensor, tokens_L: Tensor | None) -> Tensor:
     """Return the outputs of some tokens, [L, N]; of all, [T, N], where `tokens_L` is None."""
-    if tokens_L is None:
-        return linear(x_TK)
-    x_LK = x_TK[tokens_L]
+    x_LK = x_TK if tokens_L is None else x_TK[tokens_L]
     return linear(x_LK) if len(x_LK) else x_LK.new_empty(0, linear.output_size)
 
 

@@ -22,18 +22,19 @@ from vllm.cache_spec import Full, LayerCacheSpec, Nothing
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import make_gated_activation
 from vllm.model_executor.layers.fused_moe import FusedMoE, is_built_on_gpu
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import PARTS_SIZES, GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
+    SKINNY_DTYPES,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    multiply_some,
 )
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.shared_experts import append_gate, hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
 from vllm.model_executor.models.delta import Delta, add_and_norm
-from vllm.model_executor.models.heads import attend_heads
+from vllm.model_executor.models.heads import attend_heads, takes_parts
 from vllm.model_executor.models.rope_set import RopeSet
 from vllm.model_executor.models.shapes import (
     AttentionShape,
@@ -73,6 +74,12 @@ class BlockContext:
         kind = GemmaRMSNorm if self.has_unit_offset_norm else RMSNorm
         return kind(size, self.norm_epsilon, torch.float32 if self.has_float_norm else self.dtype)
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the norms around the residual stream add up products, see `layers/parts.py`."""
+        is_plain = not self.has_post_norms and self.residual_scale == 1.0
+        return is_plain and self.dtype in SKINNY_DTYPES and self.hidden_size in PARTS_SIZES
+
 
 class Mixer(Protocol):
     """What a decoder layer has in the place of attention.
@@ -94,7 +101,7 @@ class Mixer(Protocol):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return the contribution to the residual stream, [T, E].
 
         Args:
@@ -129,6 +136,7 @@ class AttentionBlock(nn.Module):
             bias=shape.out_bias,
             dtype=context.dtype,
             tp=context.tp,
+            leaves_parts=context.takes_parts,
         )
         self.q_norm = context.make_norm(size) if shape.has_qk_norm else None
         self.k_norm = context.make_norm(size) if shape.has_qk_norm else None
@@ -146,6 +154,7 @@ class AttentionBlock(nn.Module):
             soft_cap=shape.soft_cap,
             kind=shape.kind,
         )
+        self._takes_parts = takes_parts(self.attention, self.rope)
 
     @property
     def spec(self) -> LayerCacheSpec:
@@ -163,12 +172,13 @@ class AttentionBlock(nn.Module):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what the attention gives to the residual stream; see Mixer."""
+        qkv_TX = self.qkv.multiply_to_parts(x_TE) if self._takes_parts else self.qkv(x_TE)
         out_THD = attend_heads(
-            self.attention, self.qkv(x_TE), self.q_norm, self.k_norm, self.rope, batch, attention
+            self.attention, qkv_TX, self.q_norm, self.k_norm, self.rope, batch, attention
         )
-        return multiply_some(self.out, out_THD.flatten(1), tokens_L)
+        return self.out.contribute(out_THD.flatten(1), tokens_L)
 
 
 class MlpBlock(nn.Module):
@@ -199,11 +209,13 @@ class MlpBlock(nn.Module):
             tp=context.tp,
             what="intermediate_size",
             is_partial=is_partial,
+            leaves_parts=context.takes_parts and not is_partial,
         )
 
-    def forward(self, x_TE: Tensor) -> Tensor:
+    def forward(self, x_TE: Tensor) -> Product:
         """Return the MLP's contribution to the residual stream, [T, E]."""
-        return self.down(self.gate_up.multiply_gated(x_TE, self.activation, self.activation_name))
+        inner_TI = self.gate_up.multiply_gated(x_TE, self.activation, self.activation_name)
+        return self.down.contribute(inner_TI)
 
 
 class MoeBlock(PackedModule):
@@ -355,8 +367,8 @@ class DecoderBlock(nn.Module):
         """Run what has tokens see each other; return its contribution to `tokens_L`, see Mixer."""
         if self.attention is not None and self.input_norm is not None:
             x_TE = add_and_norm(self.input_norm, delta, residual_TE)
-            x_TE = self.attention(x_TE, batch, attention, tokens_L)
-            delta = self._make_delta(x_TE, self.post_attention_norm)
+            given_TE = self.attention(x_TE, batch, attention, tokens_L)
+            delta = self._make_delta(given_TE, self.post_attention_norm)
         return delta
 
     def run_mlp(self, delta: Delta | None, residual_TE: Tensor) -> tuple[Delta | None, Tensor]:
@@ -366,7 +378,7 @@ class DecoderBlock(nn.Module):
             delta = self._make_delta(x_TE, self.post_mlp_norm)
         return delta, residual_TE
 
-    def _make_delta(self, x_TE: Tensor, post_norm: RMSNorm | None) -> Delta:
+    def _make_delta(self, x_TE: Product, post_norm: RMSNorm | None) -> Delta:
         delta = Delta(x_TE=x_TE, norm=post_norm)
         if self.residual_scale == 1.0:
             return delta

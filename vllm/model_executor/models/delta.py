@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.parts import Product, ProductParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,13 @@ class Delta:
         norm: the norm that it has to pass before, or None.
     """
 
-    x_TE: Tensor
+    x_TE: Product
     norm: RMSNorm | None
 
     def finish(self) -> Tensor:
         """Return what is to be added."""
-        return self.x_TE if self.norm is None else self.norm.apply_in_place(self.x_TE)
+        x_TE = self.x_TE.finish() if isinstance(self.x_TE, ProductParts) else self.x_TE
+        return x_TE if self.norm is None else self.norm.apply_in_place(x_TE)
 
 
 def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Tensor:
@@ -36,6 +38,7 @@ def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Ten
         return norm(residual_TE)
     if delta.norm is None:
         return norm.add_and_norm(delta.x_TE, residual_TE)
+    assert isinstance(delta.x_TE, Tensor), "no product is left in parts before a norm of its own"
     return norm.norm_add_and_norm(delta.norm, delta.x_TE, residual_TE)
 
 
