@@ -18,6 +18,7 @@ from vllm.errors import ShapeError
 DOT = SkinnyConfig(block_n=32, block_k=32, num_stages=2, programs_per_sm=1)
 SWAPPED = replace(DOT, block_n=64, is_swapped=True)
 VECTOR = replace(DOT, block_n=8, is_vector=True)
+QWEN2 = ((4608, 3584), (3584, 3584), (3584, 18944))
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -190,6 +191,25 @@ def test_other_shapes_are_torchs() -> None:
     assert not linear_table.is_skinny(65, 18944, 3584, is_gated=True)
     assert not linear_table.is_skinny(1, 1 << 20, 3584)
     assert not linear_table.is_skinny(1, 3584, 3588)
+
+
+def test_where_products_leave_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+
+    def count(num_rows: int, n: int, k: int) -> int:
+        return linear_table.count_parts(num_rows, n, k, gpu)
+
+    assert linear_table.count_parts(1, 3584, 3584, torch.device("cpu")) == 0
+    monkeypatch.setattr(linear_table, "count_processors", lambda device: 132)
+    monkeypatch.setattr(linear_table, "has_warp_group_products", lambda device: True)
+    assert [count(16, *nk) for nk in QWEN2] == [7, 8, 9]
+    assert [count(64, *nk) for nk in QWEN2] == [3, 4, 4]
+    assert count(0, 3584, 3584) == count(65, 3584, 3584) == 0
+    assert count(64, 18560, 4096) == 0, "more tiles than processors"
+    monkeypatch.setattr(linear_table, "count_processors", lambda device: 108)
+    monkeypatch.setattr(linear_table, "has_warp_group_products", lambda device: False)
+    assert [count(16, *nk) for nk in QWEN2] == [3, 0, 3]
+    assert [count(64, *nk) for nk in QWEN2] == [0, 0, 0]
 
 
 def test_bad_arguments_name_what_was_given(device: str) -> None:

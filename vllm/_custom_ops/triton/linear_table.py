@@ -45,7 +45,6 @@ class SkinnyConfig:
 
 
 _UNBOUNDED = 1 << 62
-_LEAVES_PARTS = False  # until something adds them up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +176,10 @@ def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -
         num_rows, num_outputs, k: as in `is_skinny`.
         device: where the product runs.
     """
-    if device.type != "cuda" or not _LEAVES_PARTS:
+    if device.type != "cuda" or not 0 < num_rows <= MAX_ROWS:
         return 0
     num_sms, sizes = count_processors(device), (num_rows, num_outputs, k)
-    if 0 < num_rows <= MAX_ROWS and has_warp_group_products(device):
+    if has_warp_group_products(device):
         num_parts = count_stream_parts(*sizes, num_sms)
         if num_parts:
             return num_parts
