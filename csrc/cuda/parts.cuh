@@ -52,13 +52,12 @@ __device__ __forceinline__ void copy_async(float* shared, const float* from) {
 
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The sums of 8 neighbours, which are one pack of 16-bit numbers: lane l of kLanes has elements
-// 8 l ... 8 l + 7 behind `first`. `memory` is the group's, 8 kParts kLanes floats. The parts come
-// through it because they are on their way all at once so: the compiler would send two loads of a
-// thread and wait for them.
+// Sends for the parts of 8 kLanes neighbours behind `first`; `memory` is the group's, 8 kParts
+// kLanes floats. Through it they are on their way all at once, and beside what is loaded until
+// sum_parts: the compiler would send two loads of a thread and wait for them.
 template <int kParts, int kLanes>
-__device__ __forceinline__ void sum_parts(const float* first, int64_t stride, float* memory,
-                                          int lane, float (&sum)[8]) {
+__device__ __forceinline__ void bring_parts(const float* first, int64_t stride, float* memory,
+                                            int lane) {
 #pragma unroll
   for (int p = 0; p < kParts; ++p) {
 #pragma unroll
@@ -67,6 +66,12 @@ __device__ __forceinline__ void sum_parts(const float* first, int64_t stride, fl
       copy_async(memory + p * kLanes * 8 + place, first + p * stride + place);
     }
   }
+}
+
+// The sums of what bring_parts has sent for: lane l has elements 8 l ... 8 l + 7, which are one
+// pack of 16-bit numbers.
+template <int kParts, int kLanes>
+__device__ __forceinline__ void sum_parts(const float* memory, int lane, float (&sum)[8]) {
   await_copies();
   __syncwarp();
 #pragma unroll

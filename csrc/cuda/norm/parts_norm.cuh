@@ -30,12 +30,15 @@ __global__ void __launch_bounds__(kMaxPartsRow / Pack<T>::kSize)
   let_next_start();
   await_inputs();
   T* residual = static_cast<T*>(args.residual) + blockIdx.x * args.residual_stride;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_begin = static_cast<int>(threadIdx.x) / 32 * kWarpItems;
+  float* of_warp = parts_memory + warp_begin * kParts;
+  bring_parts<kParts, 32>(args.parts.data + blockIdx.x * args.n + warp_begin, args.parts.stride,
+                          of_warp, lane);
   Pack<T> packs[1], old[1];
   old[0] = load_fresh(residual + row_begin<T>(0));
-  const int warp_begin = static_cast<int>(threadIdx.x) / 32 * kWarpItems;
   float sum[Pack<T>::kSize];
-  sum_parts<kParts, 32>(args.parts.data + blockIdx.x * args.n + warp_begin, args.parts.stride,
-                        parts_memory + warp_begin * kParts, threadIdx.x % 32, sum);
+  sum_parts<kParts, 32>(of_warp, lane, sum);
   packs[0] = map_pairs<T>([&](int e) { return make_float2(sum[e], sum[e + 1]); });
   add_row(packs, old);
   store_row(packs, residual, args.n, true);

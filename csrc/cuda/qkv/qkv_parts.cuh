@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(kGroupThreads)
   if (bias != nullptr) unpack(load_pack(bias, column, n, true), added);
   let_next_start();
   await_inputs();
+  float* of_group = memory + (static_cast<int>(threadIdx.x) - group.lane) * kItems * kParts;
+  bring_parts<kParts, kLanes>(parts.data + token * n + first, parts.stride, of_group, group.lane);
   const int2 slot = args.slots[token];
   RopeTurn turn{
       .cos_sin = nullptr, .rot_dim = args.table.rot_dim, .is_neox = true, .is_packed = true};
@@ -45,9 +47,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     angles.load(group.lane, kLanes, turn);
   }
   float sum[kItems];
-  const int first_lane = static_cast<int>(threadIdx.x) - group.lane;
-  sum_parts<kParts, kLanes>(parts.data + token * n + first, parts.stride,
-                            memory + first_lane * kItems * kParts, group.lane, sum);
+  sum_parts<kParts, kLanes>(of_group, group.lane, sum);
   if (bias != nullptr) {
 #pragma unroll
     for (int e = 0; e < kItems; ++e) sum[e] += added[e];
