@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         (90, 64, ("gemma3", "deepseek_v2", "gpt_oss")),
         (80, 64, ("qwen3_next_experts", "nemotron_h_experts", "lfm2_dense")),
+        (90, 64, ("qwen3_next_wide", "nemotron_h_wide")),
         (90, 1, ("gemma3", "deepseek_v2", "qwen3_next_dense")),
     ],
 )

@@ -12,6 +12,7 @@ from tests._custom_ops.gpu.graphs import capture
 from tests._custom_ops.gpu.tensors import NEEDS_GPU, draw, poisoned_like
 from tests.utils.states import StateRows, all_bytes, assert_close, make_conv_state, make_state_rows
 from vllm._custom_ops.naive import state_space as naive
+from vllm._custom_ops.triton.device import has_warp_group_products
 
 pytestmark = NEEDS_GPU
 
@@ -166,6 +167,42 @@ def test_mamba_scan(name: str) -> None:
         )  # fmt: skip
 
     compare(ops, run, MAMBA_SHAPE, name, make_mamba_inputs(sum(ROWS[name][0])), like=0)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mixed", "long"])
+def test_prompts_on_hopper_have_the_bits_of_the_others(
+    name: str, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ops by Hopper's means and by the kernels of other GPUs; three runs of each alike."""
+    from vllm._custom_ops.triton import delta_chunks, delta_rule, mamba2
+
+    if not has_warp_group_products(torch.device("cuda", 0)):
+        pytest.skip("no sm_90")
+    num_tokens = sum(ROWS[name][0])
+    a_log, dt_bias, skip = make_head_numbers(MAMBA_HEADS)
+    x, dt, b, c = make_mamba_inputs(num_tokens)
+    q, k, v, _, _ = make_delta_inputs(num_tokens)
+    g = -draw(num_tokens, HEADS, dtype=torch.float32, seed=2).abs()
+    beta = draw(num_tokens, HEADS, dtype=torch.float32, seed=3).sigmoid()
+    found = []
+    for turn in range(4):
+        if turn == 3:
+            monkeypatch.setattr(mamba2, "can_walk", lambda *args: False)
+            monkeypatch.setattr(delta_chunks, "can_pass", lambda *args: False)
+        outs = poisoned_like(x), poisoned_like(v)
+        states = [make_state_rows(s, kept, *ROWS[name], "cuda") for s in (MAMBA_SHAPE, DELTA_SHAPE)]
+        mamba2.mamba2_scan(
+            outs[0], x, dt, -a_log.exp(), b, c, skip, dt_bias, states[0].view, *states[0].before,
+            0.0, float("inf"),
+        )  # fmt: skip
+        delta_rule.gated_delta_rule(
+            outs[1], q, k, v, g, beta, states[1].view, *states[1].before, KEY**-0.5, True
+        )
+        found.append((*outs, *(rows.memory for rows in states)))
+    for others in found[1:]:
+        for actual, expected in zip(others, found[0], strict=True):
+            assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("name", ["one", "decode"])

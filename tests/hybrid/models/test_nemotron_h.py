@@ -20,6 +20,16 @@ ROWS = {
         model_type="nemotron_h",
         config={**_NEMOTRON, "hybrid_override_pattern": "M*-M-", "mlp_bias": True},
     ),
+    "wide": TinyRow(  # heads and states that Hopper's kernel takes
+        model_type="nemotron_h",
+        config={
+            **_NEMOTRON,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "hybrid_override_pattern": "M*-M",
+        },
+        prompt_lens=(5, 200),
+    ),
     "experts": TinyRow(
         model_type="nemotron_h",
         config={

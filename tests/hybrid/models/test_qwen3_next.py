@@ -32,6 +32,17 @@ ROWS = {
         config={**_DELTA_NET, "num_experts": 0, "full_attention_interval": 2},
         prompt_lens=(2, 130),
     ),
+    "wide": TinyRow(  # keys and values that Hopper's kernel takes
+        model_type="qwen3_next",
+        config={
+            **_DELTA_NET,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 0,
+            "full_attention_interval": 2,
+        },
+        prompt_lens=(5, 200),
+    ),
 }
 
 
