@@ -27,10 +27,11 @@ from torch import Tensor
 from benchmarks.kernels.attention import QWEN, make_decode_args
 from benchmarks.kernels.graph_timer import measure_copy_bytes_per_s, measure_us
 from vllm._custom_ops.fused_qkv import qkv_norm_rope_cache
-from vllm._custom_ops.norm import fused_add_rms_norm
+from vllm._custom_ops.linear import skinny_gated_linear, skinny_linear_parts
+from vllm._custom_ops.norm import add_parts_rms_norm, fused_add_rms_norm
 from vllm._custom_ops.triton import attention_decode, linear
 from vllm._custom_ops.triton.attention_args import AttentionArgs
-from vllm._custom_ops.triton.linear_table import SkinnyConfig, choose_config
+from vllm._custom_ops.triton.linear_table import SkinnyConfig, choose_config, count_parts
 
 HIDDEN, INNER, SEQ_LEN, EPSILON = 3584, 18944, 640, 1e-6
 NUM_LAYERS = 4
@@ -51,12 +52,15 @@ class Variant:
 
     Attributes:
         overlaps: whether Triton's kernels overlap; the others do where they can.
+        leaves_parts: whether products are those that a model's layers call: parts are left where
+            the table says so, and what runs on Hopper alone may run.
         of_torch: products that are torch's.
         forms: forms of products other than the table's.
     """
 
     name: str
     overlaps: bool = True
+    leaves_parts: bool = False
     of_torch: tuple[str, ...] = ()
     forms: dict[str, SkinnyConfig] = field(default_factory=dict)
 
@@ -72,6 +76,7 @@ VARIANTS = (
     Variant(name="apart", overlaps=False),
     Variant(name="overlap, torch's qkv", of_torch=("qkv",)),
     Variant(name="overlap"),
+    Variant(name="parts", leaves_parts=True),
     Variant(name="overlap, split", forms=dict.fromkeys(("qkv", "o", "down"), SPLIT)),
     Variant(name="overlap, stream", forms=dict.fromkeys(("qkv", "o", "down"), STREAM)),
     Variant(name="overlap, light gate", forms={"gate_up": LIGHT}),
@@ -81,9 +86,11 @@ VARIANTS = (
 
 
 class Layer:
-    """One layer's weights and cache, and memory for results that all layers share."""
+    """One layer's weights and cache, and memory for results and parts that all layers share."""
 
-    def __init__(self, attention: AttentionArgs, shared: dict[str, Tensor]) -> None:
+    def __init__(
+        self, attention: AttentionArgs, shared: dict[str, Tensor], parts: dict[str, Tensor]
+    ) -> None:
         self.weights = {
             name: torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * k**-0.5
             for name, (n, k) in SIZES.items()
@@ -91,6 +98,7 @@ class Layer:
         self.bias = torch.zeros(QKV_SIZE, dtype=torch.bfloat16, device="cuda")
         self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
         self.shared = shared
+        self.parts = parts
         num_rows = shared["x"].shape[0]
         heads = (num_rows, QWEN.num_heads, QWEN.head_size)
         self.attention = replace(
@@ -104,31 +112,58 @@ class Layer:
         self.slots = torch.stack((block, torch.full_like(block, last % 16)), 1)
         self.positions = torch.full((num_rows,), last, device="cuda")
 
-    def multiply(self, name: str, out: Tensor, x: Tensor, variant: Variant) -> None:
-        """Write one product."""
+    def find_parts(self, name: str, variant: Variant) -> Tensor | None:
+        """Return memory for the parts of a product, None where it leaves none."""
+        x = self.shared["x"]
+        num_parts = count_parts(x.shape[0], *SIZES[name], x.device)
+        if not (variant.leaves_parts and num_parts):
+            return None
+        if name not in self.parts:
+            shape = num_parts, x.shape[0], SIZES[name][0]
+            self.parts[name] = x.new_zeros(shape, dtype=torch.float32)
+        return self.parts[name]
+
+    def multiply(self, name: str, out: Tensor, x: Tensor, variant: Variant) -> Tensor | None:
+        """Write one product, or return its parts."""
         weight, bias = self.weights[name], self.bias if name == "qkv" else None
+        if variant.leaves_parts and name == "gate_up":
+            skinny_gated_linear(out, x, weight, None, "silu")
+            return None
+        parts = self.find_parts(name, variant)
+        if parts is not None:
+            skinny_linear_parts(parts, x, weight)
+            return parts
         if name in variant.of_torch:
             F.linear(x, weight, bias)  # as in a model, its result is a new tensor; not used here
-            return
+            return None
         is_gated = name == "gate_up"
         form = variant.forms.get(name)
         form = form or choose_config(x.shape[0], out.shape[1], x.shape[1], is_gated=is_gated)
         linear.launch_skinny(out, x, weight, bias, "silu" if is_gated else "", form)
+        return None
+
+    def add_and_norm(self, parts: Tensor | None) -> None:
+        """Add x, or its parts, to the residual stream; x becomes the norm of that."""
+        s = self.shared
+        if parts is None:
+            fused_add_rms_norm(s["x"], s["residual"], self.norm, EPSILON)
+        else:
+            add_parts_rms_norm(s["x"], parts, s["residual"], self.norm, EPSILON)
 
     def run(self, variant: Variant) -> None:
-        """Compute the layer once."""
+        """Compute the layer once; the parts of its last product are the next one's."""
         s = self.shared
-        fused_add_rms_norm(s["x"], s["residual"], self.norm, EPSILON)
-        self.multiply("qkv", s["qkv"], s["x"], variant)
+        self.add_and_norm(self.find_parts("down", variant))
+        qkv_parts = self.multiply("qkv", s["qkv"], s["x"], variant)
         key, value = self.attention.key_cache, self.attention.value_cache
         assert key is not None and value is not None
         qkv_norm_rope_cache(
             s["qkv"], self.positions, self.slots, key, value, None, None, EPSILON, s["cos_sin"],
             QWEN.num_heads, QWEN.num_kv_heads, QWEN.head_size, QWEN.head_size, True,
+            qkv_parts, None if qkv_parts is None else self.bias,
         )  # fmt: skip
         attention_decode.decode_attention(self.attention, s["x"].shape[0], SEQ_LEN)
-        self.multiply("o", s["x"], s["attended"], variant)
-        fused_add_rms_norm(s["x"], s["residual"], self.norm, EPSILON)
+        self.add_and_norm(self.multiply("o", s["x"], s["attended"], variant))
         self.multiply("gate_up", s["inner"], s["x"], variant)
         self.multiply("down", s["x"], s["inner"], variant)
 
@@ -142,7 +177,8 @@ def make_layers(num_rows: int) -> list[Layer]:
     }
     shared["cos_sin"] = torch.randn(SEQ_LEN, QWEN.head_size, device="cuda")
     caches = make_decode_args(QWEN, num_rows, SEQ_LEN)[:NUM_LAYERS]
-    return [Layer(caches[layer % len(caches)], shared) for layer in range(NUM_LAYERS)]
+    parts: dict[str, Tensor] = {}
+    return [Layer(caches[layer % len(caches)], shared, parts) for layer in range(NUM_LAYERS)]
 
 
 def measure(layers: list[Layer], variant: Variant) -> float:
