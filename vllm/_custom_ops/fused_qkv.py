@@ -1,6 +1,6 @@
 """Door of the op between the projection to Q, K and V and the attention; CUDA tensors only.
 
-Called by `model_executor/models/blocks.py`. Naive twin: `_custom_ops/naive/fused_qkv.py`. The
+Called by `model_executor/models/heads.py`. Naive twin: `_custom_ops/naive/fused_qkv.py`. The
 compiled op checks its arguments; nothing here computes. Equal bit for bit to the separate ops on
 the same device: `norm.rms_norm`, `rope.rotary_embedding`, `cache.reshape_and_cache`.
 """
