@@ -3,8 +3,9 @@
 Run by hand on a GPU (`python -m benchmarks.kernels.linear`), under a minute with the compilation.
 Prints a JSON line for each shape and number of rows: the time of torch's product and of our best
 form, their shares of the copy bandwidth, and that form, a row of
-`vllm/_custom_ops/triton/linear_table.py`. Torch's time of a gated product has no activation in it.
-Our kernels overlap with each other here; `chain.py` beside it has what stands between them.
+`vllm/_custom_ops/triton/linear_table.py`; and the time of what leaves parts or streams its weights,
+where a table says so. Torch's time of a gated product has no activation in it. Our kernels overlap
+with each other here; `chain.py` beside it has what stands between them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.graph_timer import count_copies, measure_copy_bytes_per_s, measure_us
-from vllm._custom_ops.triton.linear import launch_skinny
-from vllm._custom_ops.triton.linear_table import SkinnyConfig
+from vllm._custom_ops.triton.device import count_processors
+from vllm._custom_ops.triton.linear import (
+    launch_skinny,
+    skinny_gated_linear,
+    skinny_linear_parts,
+)
+from vllm._custom_ops.triton.linear_table import SkinnyConfig, count_parts
+from vllm._custom_ops.triton.stream_table import choose_gated_tile
 
 ROWS = (1, 4, 8, 16, 32, 64)
 
@@ -146,6 +153,21 @@ class Bench:
         return measure_us([partial(launch_skinny, out, x, w, None, act, config)
                            for w in self.weights])  # fmt: skip
 
+    def measure_streamed_us(self, num_rows: int) -> float | None:
+        """Return the time of the op that may stream its weights, None where it does not."""
+        out, x = self.make_rows(num_rows)
+        act, sizes = self.shape.activation, (num_rows, self.shape.num_outputs, self.shape.k)
+        if act:
+            if choose_gated_tile(*sizes, count_processors(x.device)) is None:
+                return None
+            return measure_us([partial(skinny_gated_linear, out, x, w, None, act)
+                               for w in self.weights])  # fmt: skip
+        num_parts = count_parts(*sizes, x.device)
+        if num_parts == 0:
+            return None
+        parts = x.new_empty(num_parts, *out.shape, dtype=torch.float32)
+        return measure_us([partial(skinny_linear_parts, parts, x, w) for w in self.weights])
+
     def measure_torch_us(self, num_rows: int) -> float:
         """Return the time of torch's product."""
         _, x = self.make_rows(num_rows)
@@ -203,7 +225,7 @@ def report(bench: Bench, num_rows: int, broken: Broken, copy_rate: float) -> Non
         fields = dataclasses.astuple(config)
         print(f"{shape.name:22} {num_rows:3} {time_us:8.1f} us {fields}", file=sys.stderr)
     best = min(times, key=lambda config: times[config])
-    torch_us = bench.measure_torch_us(num_rows)
+    torch_us, streamed_us = bench.measure_torch_us(num_rows), bench.measure_streamed_us(num_rows)
     line = {
         "shape": shape.name,
         "rows": num_rows,
@@ -211,6 +233,7 @@ def report(bench: Bench, num_rows: int, broken: Broken, copy_rate: float) -> Non
         "torch_share": round(least_us / torch_us, 3),
         "best_us": round(times[best], 2),
         "best_share": round(least_us / times[best], 3),
+        "streamed_us": None if streamed_us is None else round(streamed_us, 2),
         "config": dataclasses.asdict(best),
     }
     print(json.dumps(line), flush=True)
