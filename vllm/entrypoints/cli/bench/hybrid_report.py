@@ -9,7 +9,11 @@ from typing import Any
 from vllm.errors import ConfigError
 
 _GIB = 2**30
-_BARS = (("tokens_per_s", "tokens a second"), ("p99_token_ms", "P99 of a token, ms"))
+_BARS = (
+    ("tokens_per_s", "tokens a second"),
+    ("p99_token_ms", "P99 of a token, ms"),
+    ("peak_running", "requests that ran at once"),
+)
 
 Row = tuple[str, Callable[[Mapping[str, Any]], float], str]
 
@@ -72,17 +76,15 @@ def draw_chart(result: Mapping[str, Any], path: Path) -> None:
 
     sizes = list(result["vanilla"]["batches"])
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4))
-    panels = (*_BARS, ("kv_held_bytes", "cache held at most, MiB"))
-    for axis, (key, title) in zip(axes, panels, strict=True):
-        scale = 2**-20 if key.endswith("bytes") else 1.0
+    for axis, (key, title) in zip(axes, _BARS, strict=True):
         for offset, way in ((-0.2, "vanilla"), (0.2, "hybrid")):
-            heights = [result[way]["batches"][size][key] * scale for size in sizes]
+            heights = [result[way]["batches"][size][key] for size in sizes]
             places = [number + offset for number in range(len(sizes))]
             axis.bar(places, heights, width=0.4, label=way)
         axis.set_xticks(range(len(sizes)), sizes)
-        axis.set_xlabel("requests at once")
+        axis.set_xlabel("requests")
         axis.set_title(title)
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper right", ncols=2)
     figure.suptitle(f"{result['input_len']} tokens in, {result['output_len']} out")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
