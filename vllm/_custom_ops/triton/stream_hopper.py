@@ -31,7 +31,7 @@ from vllm._custom_ops.triton.device import has_warp_group_products
 from vllm._custom_ops.triton.launch import fast_launch, knows_triton
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start
 from vllm._custom_ops.triton.product import activate
-from vllm._custom_ops.triton.stream_table import BLOCK_K, K_STEP, StreamTile
+from vllm._custom_ops.triton.stream_table import FEW_ROWS, K_STEP, StreamTile
 from vllm.utils.math import cdiv
 
 _ROWS = 64  # of a warp group's product
@@ -61,24 +61,39 @@ def _bring_weights(
 
 @gluon.jit
 def _store_tile(
-    out, sums, ups, first, half_stride, num_rows, N, out_stride, dtype: gl.constexpr,
-    ACTIVATION: gl.constexpr, LEAVES_PARTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+    out, values, first, num_rows, N, out_stride, BY_ROWS: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store columns from `first` on; BY_ROWS, a warp has whole rows, not squares of 8 by 8."""
+    if BY_ROWS:
+        EACH: gl.constexpr = 4 if values.dtype == gl.float32 else 8
+        LANES: gl.constexpr = 32 if WIDTH > 32 * EACH else WIDTH // EACH
+        TURNED: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [8, 1], [1, 0])
+        values = gl.convert_layout(values, TURNED)
+    else:
+        TURNED: gl.constexpr = LAYOUT
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TURNED))[:, None]
+    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TURNED))[None, :]
+    gl.store(out + row * out_stride + column, values, mask=(row < num_rows) & (column < N))
+
+
+@gluon.jit
+def _store_halves(
+    out, sums, ups, first, num_rows, N, out_stride, dtype: gl.constexpr, HALF: gl.constexpr,
+    ACTIVATION: gl.constexpr, BY_ROWS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Store both halves' columns from `first` on; joined, where there is an activation."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    places, is_row = out + row * out_stride + column, row < num_rows
-    if LEAVES_PARTS:
-        gl.store(places, sums, mask=is_row & (column < N))
-        gl.store(places + half_stride, ups, mask=is_row & (column + half_stride < N))
+    """Store both halves of the sums; joined, where there is an activation."""
+    if ACTIVATION == "":
+        _store_tile(out, sums, first, num_rows, N, out_stride, BY_ROWS, ROWS, WIDTH, LAYOUT)
+        _store_tile(out, ups, first + HALF, num_rows, N, out_stride, BY_ROWS, ROWS, WIDTH, LAYOUT)
     else:
         result = activate(sums.to(dtype), ups.to(dtype), 0.0, 0.0, ACTIVATION)
-        gl.store(places, result, mask=is_row & (column < N))
+        _store_tile(out, result, first, num_rows, N, out_stride, BY_ROWS, ROWS, WIDTH, LAYOUT)
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_rows", "num_blocks", "split_blocks", "half_stride"])
+@gluon.jit(do_not_specialize=["num_rows", "num_blocks", "split_blocks"])
 def _stream_kernel(
     out,
     x_tiles,
@@ -90,8 +105,8 @@ def _stream_kernel(
     part_stride,
     num_blocks,
     split_blocks,
-    half_stride,
     ACTIVATION: gl.constexpr,
+    BY_ROWS: gl.constexpr,
     ROWS: gl.constexpr,
     WIDE: gl.constexpr,
     NARROW: gl.constexpr,
@@ -99,6 +114,7 @@ def _stream_kernel(
     NUM_STAGES: gl.constexpr,
 ):
     dtype: gl.constexpr = x_tiles.dtype
+    HALF: gl.constexpr = WIDE + NARROW
     LEAVES_PARTS: gl.constexpr = ACTIVATION == ""
     LAST: gl.constexpr = NARROW if NARROW > 0 else WIDE  # nothing is in it then
     wides = gl.allocate_shared_memory(dtype, [NUM_STAGES * 2, WIDE, BLOCK_K], wide_tiles.layout)
@@ -115,10 +131,11 @@ def _stream_kernel(
     fence_async_shared()
     gl.thread_barrier()
     let_next_start(True)
-    first = gl.program_id(0) * (WIDE + NARROW) * (2 if LEAVES_PARTS else 1)
+    first = gl.program_id(0) * HALF * (2 if LEAVES_PARTS else 1)
+    half_stride = HALF if LEAVES_PARTS else N
     begin = gl.program_id(1) * split_blocks
     count = gl.minimum(split_blocks, num_blocks - begin)
-    BYTES: gl.constexpr = (2 * (WIDE + NARROW) + ROWS) * BLOCK_K * 2
+    BYTES: gl.constexpr = (2 * HALF + ROWS) * BLOCK_K * 2
     for i in gl.static_range(NUM_STAGES):
         mbarrier.expect(full.index(i), BYTES, pred=i < count)
         _bring_weights(
@@ -166,14 +183,14 @@ def _stream_kernel(
             x_tiles, [0, block * BLOCK_K], full.index(stage), xs.index(stage), pred=is_there
         )
     own = out + gl.program_id(1) * part_stride
-    _store_tile(
-        own, sums, ups, first, half_stride, num_rows, N, out_stride, dtype, ACTIVATION,
-        LEAVES_PARTS, ROWS, WIDE, L_WIDE,
+    _store_halves(
+        own, sums, ups, first, num_rows, N, out_stride, dtype, HALF, ACTIVATION, BY_ROWS, ROWS,
+        WIDE, L_WIDE,
     )  # fmt: skip
     if NARROW > 0:
-        _store_tile(
-            own, last_sums, last_ups, first + WIDE, half_stride, num_rows, N, out_stride, dtype,
-            ACTIVATION, LEAVES_PARTS, ROWS, LAST, L_LAST,
+        _store_halves(
+            own, last_sums, last_ups, first + WIDE, num_rows, N, out_stride, dtype, HALF,
+            ACTIVATION, BY_ROWS, ROWS, LAST, L_LAST,
         )  # fmt: skip
 
 
@@ -220,33 +237,33 @@ def _launch(
     grid: tuple[int, int],
 ) -> None:
     (num_rows, k), num_outputs = x_TK.shape, out.shape[-1]
-    num_blocks = cdiv(k, BLOCK_K)
-    wide_tiles = _describe_tiles(weight, tile.wide)
+    num_blocks = cdiv(k, tile.block_k)
+    wide_tiles = _describe_tiles(weight, tile.wide, tile.block_k)
     _stream_kernel[grid](
         out,
-        _describe_tiles(x_TK, _ROWS),
+        _describe_tiles(x_TK, _ROWS, tile.block_k),
         wide_tiles,
-        _describe_tiles(weight, tile.narrow) if tile.narrow else wide_tiles,
+        _describe_tiles(weight, tile.narrow, tile.block_k) if tile.narrow else wide_tiles,
         num_rows,
         num_outputs,
         out_stride,
         part_stride,
         num_blocks,
         cdiv(num_blocks, grid[1]),
-        num_outputs if activation else tile.half,
         ACTIVATION=activation,
+        BY_ROWS=num_rows > FEW_ROWS,
         ROWS=_ROWS,
         WIDE=tile.wide,
         NARROW=tile.narrow,
-        BLOCK_K=BLOCK_K,
+        BLOCK_K=tile.block_k,
         NUM_STAGES=tile.num_stages,
         num_warps=8,
         launch_pdl=True,
     )
 
 
-def _describe_tiles(matrix: Tensor, num_rows: int) -> TensorDescriptor:
+def _describe_tiles(matrix: Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
     """Return what the copy engine needs to know of tiles of so many rows of one block of K."""
-    block, dtype = [num_rows, BLOCK_K], _DTYPES[matrix.dtype]
+    block, dtype = [num_rows, block_k], _DTYPES[matrix.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block, layout)

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 from vllm.utils.math import cdiv
 
-BLOCK_K = 64
-"""Elements of K in a block; 128 bytes, what the copy engine swizzles."""
-
 MAX_PARTS = 9
 """The kernels that add up parts are fast up to here."""
 
 K_STEP = 8
 """Divides K: 16 bytes, what strides of the copy engine are multiples of."""
 
-_FEW_ROWS = 32
+FEW_ROWS = 32
+"""With more of them, what is stored counts."""
+
 _MIN_SHARE = 0.8  # of the processors that have work
 _MIN_GATED_SHARE = 0.95
 
@@ -33,12 +32,15 @@ class StreamTile:
     Attributes:
         wide: weight rows of one product of a warp group, of which there are two side by side.
         narrow: more of them in another product, or 0; then 16 at least.
-        num_stages: blocks that are on their way at once.
+        num_stages: blocks of K that are on their way at once.
+        block_k: elements of K in a block. Twice as many take up to 3 us off a layer's product: the
+            program turns to its ring half as often.
     """
 
     wide: int
     narrow: int = 0
     num_stages: int
+    block_k: int = 128
 
     @property
     def half(self) -> int:
@@ -46,9 +48,9 @@ class StreamTile:
         return self.wide + self.narrow
 
 
-_LARGE = StreamTile(wide=128, num_stages=5)
-_SMALL = StreamTile(wide=64, num_stages=8)
-_GATED = StreamTile(wide=128, narrow=16, num_stages=5)
+_LARGE = StreamTile(wide=128, num_stages=5, block_k=64)
+_SMALL = StreamTile(wide=64, num_stages=4)
+_GATED = StreamTile(wide=128, narrow=16, num_stages=2)
 
 
 def choose_tile(num_rows: int, num_outputs: int, num_sms: int) -> StreamTile:
@@ -57,14 +59,14 @@ def choose_tile(num_rows: int, num_outputs: int, num_sms: int) -> StreamTile:
     Large tiles read the input less often; small ones leave fewer parts, which are worth more the
     more rows they have.
     """
-    is_small = num_rows > _FEW_ROWS or num_sms // cdiv(num_outputs, 2 * _LARGE.half) > MAX_PARTS
+    is_small = num_rows > FEW_ROWS or num_sms // cdiv(num_outputs, 2 * _LARGE.half) > MAX_PARTS
     return _SMALL if is_small else _LARGE
 
 
 def count_stream_parts(num_rows: int, num_outputs: int, k: int, num_sms: int) -> int:
     """Return how many parts of K the programs of a product leave; 0 where it is not to stream."""
-    num_tiles = cdiv(num_outputs, 2 * choose_tile(num_rows, num_outputs, num_sms).half)
-    num_blocks = cdiv(k, BLOCK_K)
+    tile = choose_tile(num_rows, num_outputs, num_sms)
+    num_tiles, num_blocks = cdiv(num_outputs, 2 * tile.half), cdiv(k, tile.block_k)
     wanted = min(num_sms // num_tiles, MAX_PARTS, num_blocks)
     if wanted == 0 or wanted * num_tiles < _MIN_SHARE * num_sms or k % K_STEP:
         return 0
