@@ -65,13 +65,11 @@ def _store_tile(
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Store columns from `first` on; BY_ROWS, a warp has whole rows, not squares of 8 by 8."""
-    if BY_ROWS:
-        EACH: gl.constexpr = 4 if values.dtype == gl.float32 else 8
-        LANES: gl.constexpr = 32 if WIDTH > 32 * EACH else WIDTH // EACH
-        TURNED: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [8, 1], [1, 0])
-        values = gl.convert_layout(values, TURNED)
-    else:
-        TURNED: gl.constexpr = LAYOUT
+    EACH: gl.constexpr = 4 if values.dtype == gl.float32 else 8
+    LANES: gl.constexpr = 32 if WIDTH > 32 * EACH else WIDTH // EACH
+    LINES: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [8, 1], [1, 0])
+    TURNED: gl.constexpr = LINES if BY_ROWS else LAYOUT
+    values = gl.convert_layout(values, TURNED)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TURNED))[:, None]
     column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TURNED))[None, :]
     gl.store(out + row * out_stride + column, values, mask=(row < num_rows) & (column < N))
