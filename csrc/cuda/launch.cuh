@@ -34,28 +34,42 @@ __device__ __forceinline__ void await_inputs() {
 #endif
 }
 
-// Launches kernel(args...), which calls the two functions above, with blocks of `shared_bytes` of
-// dynamic shared memory; a refusal is told by scope.check.
+// What blocks of a launch have together: memory inside each, and a cluster (compute capability 9.0
+// on) in which they reach each other's.
+struct BlockSharing {
+  size_t shared_bytes = 0;  // dynamic
+  unsigned cluster_blocks = 1;
+};
+
+// Launches kernel(args...), which calls the two functions above; a refusal is told by scope.check.
 template <typename... Params, typename... Args>
-void launch_sharing(const LaunchScope& scope, size_t shared_bytes, void (*kernel)(Params...),
-                    dim3 grid, dim3 block, Args&&... args) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+void launch_sharing(const LaunchScope& scope, const BlockSharing& sharing,
+                    void (*kernel)(Params...), dim3 grid, dim3 block, Args&&... args) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
+  config.dynamicSmemBytes = sharing.shared_bytes;
   config.stream = scope.stream();
-  config.attrs = &overlap;
-  config.numAttrs = scope.can_overlap() ? 1 : 0;
+  config.attrs = attributes;
+  if (scope.can_overlap()) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (sharing.cluster_blocks > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = sharing.cluster_blocks;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
   static_cast<void>(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
 template <typename... Params, typename... Args>
 void launch_overlapping(const LaunchScope& scope, void (*kernel)(Params...), dim3 grid, dim3 block,
                         Args&&... args) {
-  launch_sharing(scope, 0, kernel, grid, block, std::forward<Args>(args)...);
+  launch_sharing(scope, BlockSharing{}, kernel, grid, block, std::forward<Args>(args)...);
 }
 
 // Prepares a kernel that runs between products, whose blocks fill the shared memory: a processor

@@ -2,6 +2,7 @@
 // warps of packs, as long as one pack a thread holds. It adds in the order of norm_long_row_kernel.
 #pragma once
 
+#include "cuda/cluster.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/norm/row_norm.cuh"
 #include "cuda/parts.cuh"
@@ -9,6 +10,7 @@
 namespace vllm::cuda {
 
 inline constexpr int64_t kMaxPartsRow = 4096;
+inline constexpr unsigned kRowBlocks = 8;  // of a row, where there are clusters
 
 struct PartsNormArgs {
   Parts parts;
@@ -16,49 +18,72 @@ struct PartsNormArgs {
   const void* weight;
   int64_t out_stride, residual_stride, n;
   float epsilon;
+  uint32_t row_blocks;  // a cluster
 };
 
-// A block has a row. What comes before await_inputs and after let_next_start: see launch.cuh.
+// A cluster has a row: what a row's parts are is much for one processor, and blocks with little
+// memory begin beside those of the product before. A warp has a run of 32 packs. The sums of runs
+// are added as in row_scale. What comes before await_inputs: see launch.cuh.
 template <typename T, typename W, int kParts>
 __global__ void __launch_bounds__(kMaxPartsRow / Pack<T>::kSize)
     parts_norm_kernel(const __grid_constant__ PartsNormArgs args) {
-  constexpr int kWarpItems = 32 * Pack<T>::kSize;
+  constexpr int kRunItems = 32 * Pack<T>::kSize;
   extern __shared__ __align__(kPackBytes) float parts_memory[];
-  __shared__ float of_runs[kMaxRuns];
+  __shared__ float of_runs[kMaxPartsRow / kRunItems];
+  const int64_t row = blockIdx.x / args.row_blocks;
+  const int rank = static_cast<int>(blockIdx.x % args.row_blocks);
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int run = rank * (static_cast<int>(blockDim.x) / 32) + warp;
+  const int num_runs = static_cast<int>(args.n) / kRunItems;
+  const bool is_live = run < num_runs;  // else the warp is there for the others
+  const int64_t begin = run * kRunItems + lane * Pack<T>::kSize;
+  arrive_cluster();
   WeightPack<T, W> weights[1];
-  load_row_weight(weights, args.weight, args.n, true);
+  weights[0].load(static_cast<const W*>(args.weight), begin, args.n, true);
   let_next_start();
   await_inputs();
-  T* residual = static_cast<T*>(args.residual) + blockIdx.x * args.residual_stride;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_begin = static_cast<int>(threadIdx.x) / 32 * kWarpItems;
-  float* of_warp = parts_memory + warp_begin * kParts;
-  bring_parts<kParts, 32>(args.parts.data + blockIdx.x * args.n + warp_begin, args.parts.stride,
-                          of_warp, lane);
-  Pack<T> packs[1], old[1];
-  old[0] = load_fresh(residual + row_begin<T>(0));
-  float sum[Pack<T>::kSize];
-  sum_parts<kParts, 32>(of_warp, lane, sum);
-  packs[0] = map_pairs<T>([&](int e) { return make_float2(sum[e], sum[e + 1]); });
-  add_row(packs, old);
-  store_row(packs, residual, args.n, true);
-  scale_row(packs, weights, row_scale(packs, args.n, args.epsilon, of_runs));
-  store_row(packs, static_cast<T*>(args.out) + blockIdx.x * args.out_stride, args.n, true);
+  T* residual = static_cast<T*>(args.residual) + row * args.residual_stride;
+  float* of_warp = parts_memory + warp * kRunItems * kParts;
+  Pack<T> packs[1] = {}, old[1];
+  if (is_live) {
+    bring_parts<kParts, 32>(args.parts.data + row * args.n + run * kRunItems, args.parts.stride,
+                            of_warp, lane);
+    old[0] = load_fresh(residual + begin);
+    float sum[Pack<T>::kSize];
+    sum_parts<kParts, 32>(of_warp, lane, sum);
+    packs[0] = map_pairs<T>([&](int e) { return make_float2(sum[e], sum[e + 1]); });
+    add_row(packs, old);
+    store_pack(residual, begin, args.n, true, packs[0]);
+  }
+  const float of_run = sum_lanes(sum_of_squares(packs[0], 0.0f), 32);
+  await_cluster();  // the others have begun
+  if (is_live && lane < static_cast<int>(args.row_blocks)) {
+    store_to_block(of_runs + run, lane, of_run);
+  }
+  arrive_cluster();
+  await_cluster();
+  const float sum = sum_lanes(lane < num_runs ? of_runs[lane] : 0.0f, 32);
+  scale_row(packs, weights, inverse_rms(sum, args.n, args.epsilon));
+  store_pack(static_cast<T*>(args.out) + row * args.out_stride, begin, args.n, true, packs[0]);
 }
 
 // Returns false, and launches nothing, where the kernel does not serve the shape.
 inline bool launch_parts_norm(const LaunchScope& scope, const Tensor& out, const Parts& parts,
                               const Tensor& residual, const Tensor& weight, double epsilon) {
   const int64_t n = residual.size(1), item = static_cast<int64_t>(residual.element_size());
+  constexpr int64_t kRunItems = 32 * kPackBytes / 2;
   const auto rows = [&](const Tensor& t) {
     return Rows{static_cast<uint32_t>(t.size(0)), 1, t.stride(0), 0};
   };
-  if (parts.count > kMaxFastParts || item != 2 || n > kMaxPartsRow || n % (32 * kPackBytes / 2) ||
+  if (parts.count > kMaxFastParts || item != 2 || n > kMaxPartsRow || n % kRunItems != 0 ||
       n <= max_lane_row<bf16>(kMaxLanePacks) || !is_pack_aligned(parts.data) ||
       !is_pack_aligned(weight.data_ptr()) || !is_packed(out.data_ptr(), rows(out), n, item) ||
-      !is_packed(residual.data_ptr(), rows(residual), n, item) || residual.size(0) >= kMaxRows) {
+      !is_packed(residual.data_ptr(), rows(residual), n, item) ||
+      residual.size(0) >= kMaxRows / kRowBlocks) {
     return false;
   }
+  const unsigned row_blocks = scope.can_overlap() ? kRowBlocks : 1;  // as old as clusters
+  const unsigned runs = static_cast<unsigned>(ceil_div(n / kRunItems, row_blocks));  // of a block
   const PartsNormArgs args{.parts = parts,
                            .out = out.data_ptr(),
                            .residual = residual.data_ptr(),
@@ -66,17 +91,17 @@ inline bool launch_parts_norm(const LaunchScope& scope, const Tensor& out, const
                            .out_stride = out.stride(0),
                            .residual_stride = residual.stride(0),
                            .n = n,
-                           .epsilon = static_cast<float>(epsilon)};
-  const unsigned blocks = static_cast<unsigned>(residual.size(0));
+                           .epsilon = static_cast<float>(epsilon),
+                           .row_blocks = row_blocks};
+  const unsigned blocks = static_cast<unsigned>(residual.size(0)) * row_blocks;
   bool is_served = false;
   const auto launch = [&]<typename T, typename W>(TypeTag<T>, TypeTag<W>) {
     dispatch_parts(parts.count, [&]<int kParts>(PartCount<kParts>) {
       const auto kernel = parts_norm_kernel<T, W, kParts>;
-      const size_t shared_bytes = sizeof(float) * kParts * n;
-      is_served = prepare_sharing(kernel, shared_bytes);
-      if (!is_served) return;
-      launch_sharing(scope, shared_bytes, kernel, blocks, static_cast<unsigned>(n / Pack<T>::kSize),
-                     args);
+      const BlockSharing sharing{.shared_bytes = sizeof(float) * kParts * runs * kRunItems,
+                                 .cluster_blocks = row_blocks};
+      is_served = prepare_sharing(kernel, sharing.shared_bytes);
+      if (is_served) launch_sharing(scope, sharing, kernel, blocks, runs * 32, args);
     });
   };
   const auto launch_type = [&]<typename T>(TypeTag<T> type) {
