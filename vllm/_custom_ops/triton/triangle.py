@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_SUB = tl.constexpr(16)  # rows of a block that is inverted by substitution
+_SUB = tl.constexpr(4)  # rows of a block that is inverted by substitution
+_SUB_LEVEL = tl.constexpr(2)  # 2 to it
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def invert(
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     inverse = _invert_diagonal(below, CHUNK)
-    for level in tl.static_range(4, LEVELS):
+    for level in tl.static_range(_SUB_LEVEL, LEVELS):
         is_corner = ((row >> (level + 1)) == (column >> (level + 1))) & (
             (row >> level) != (column >> level)
         )
