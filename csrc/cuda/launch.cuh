@@ -18,8 +18,6 @@
 
 namespace vllm::cuda {
 
-inline constexpr size_t kMaxUnaskedBytes = 48 << 10;  // of shared memory that any block can have
-
 // From now on the next kernel's blocks may take what room this one's leave.
 __device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -80,7 +78,7 @@ bool prepare_sharing(void (*kernel)(Params...), size_t shared_bytes) {
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                            static_cast<int>(cudaSharedmemCarveoutMaxShared));
-  if (error == cudaSuccess && shared_bytes > kMaxUnaskedBytes) {
+  if (error == cudaSuccess && shared_bytes > 0) {  // with what is static, 48 KB are soon full
     error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
   }
