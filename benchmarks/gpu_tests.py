@@ -29,6 +29,7 @@ GPU_TESTS = (
     "tests/model_executor/layers/gpu",
     "tests/model_executor/layers/test_rotary_embedding.py",
     "tests/e2e/gpu",
+    "tests/hybrid/test_cuts_gpu.py",
     "tests/hybrid/test_state_dtype_gpu.py",
     "tests/worker/test_prompt_logprobs.py",
 )
