@@ -32,7 +32,8 @@ NEMOTRON: Shape = (4, 64, 2, 128)
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Play a Hopper of few processors on a CPU; others are left out."""
+    """Play a Hopper of few processors on a CPU; others are left out. Few heads are enough."""
+    monkeypatch.setattr(mamba2_hopper, "MIN_WALKS", 1)
     if torch.cuda.is_available():
         if not devices.has_warp_group_products(torch.device("cuda", 0)):
             pytest.skip("no sm_90")
@@ -164,7 +165,7 @@ def test_a_prompt_has_the_same_bits_where_chunks_are_not_cut(device: str) -> Non
         assert torch.equal(whole.nan_to_num(), cut.nan_to_num())
 
 
-def test_what_it_does_not_serve(device: str) -> None:
+def test_what_it_does_not_serve(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make_state_rows((4, 64, 128), torch.float32, [70], [0], device)
     scan = make_scan(make_given(device, NEMOTRON, 70), rows)
     assert mamba2_hopper.can_walk(scan)
@@ -173,3 +174,5 @@ def test_what_it_does_not_serve(device: str) -> None:
     assert not mamba2_hopper.can_walk(replace(scan, b=scan.b[:, :, :96]))
     moved = torch.zeros(70 * 4 * 64 + 4, dtype=torch.bfloat16, device=device)[4:].view(70, 4, 64)
     assert not mamba2_hopper.can_walk(replace(scan, out=moved))
+    monkeypatch.setattr(mamba2_hopper, "MIN_WALKS", 5)
+    assert not mamba2_hopper.can_walk(scan)

@@ -24,6 +24,7 @@ ROWS = {
         model_type="nemotron_h",
         config={
             **_NEMOTRON,
+            "mamba_num_heads": 16,  # too few for one prompt
             "mamba_head_dim": 64,
             "ssm_state_size": 128,
             "hybrid_override_pattern": "M*-M",

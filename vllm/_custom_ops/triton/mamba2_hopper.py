@@ -20,6 +20,9 @@ from vllm._custom_ops.triton.mamba2_chunks import CHUNK, Scan, make_decays
 from vllm._custom_ops.triton.mamba2_warps import bring_chunks, carry_state, read_states
 from vllm._custom_ops.triton.state_rows import ROW_TABLES
 
+MIN_WALKS = 32
+"""Rows times heads; each takes its time, and fewer are outrun by walks over halves of heads."""
+
 _SIZE = 64  # rows of a warp group's product
 _STATE_SIZES = (64, 128)
 _REGISTERS = 240  # of a thread that computes
@@ -108,6 +111,7 @@ def can_walk(scan: Scan) -> bool:
         and scan.x.dtype in DTYPES
         and scan.x.shape[2] == _SIZE
         and scan.b.shape[2] in _STATE_SIZES
+        and scan.state_offsets.shape[0] * scan.x.shape[1] >= MIN_WALKS
         and all(can_copy(rows) for rows in (scan.out, scan.x, scan.b, scan.c))
     )
 
