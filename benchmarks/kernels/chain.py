@@ -27,7 +27,6 @@ from torch import Tensor
 from benchmarks.kernels.attention import QWEN, make_decode_args
 from benchmarks.kernels.graph_timer import measure_copy_bytes_per_s, measure_us
 from vllm._custom_ops.fused_qkv import qkv_norm_rope_cache
-from vllm._custom_ops.linear import skinny_gated_linear, skinny_linear_parts
 from vllm._custom_ops.norm import add_parts_rms_norm, fused_add_rms_norm
 from vllm._custom_ops.triton import attention_decode, linear
 from vllm._custom_ops.triton.attention_args import AttentionArgs
@@ -127,11 +126,11 @@ class Layer:
         """Write one product, or return its parts."""
         weight, bias = self.weights[name], self.bias if name == "qkv" else None
         if variant.leaves_parts and name == "gate_up":
-            skinny_gated_linear(out, x, weight, None, "silu")
+            linear.skinny_gated_linear(out, x, weight, None, "silu")
             return None
         parts = self.find_parts(name, variant)
         if parts is not None:
-            skinny_linear_parts(parts, x, weight)
+            linear.skinny_linear_parts(parts, x, weight)
             return parts
         if name in variant.of_torch:
             F.linear(x, weight, bias)  # as in a model, its result is a new tensor; not used here
