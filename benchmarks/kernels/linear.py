@@ -158,7 +158,7 @@ class Bench:
         out, x = self.make_rows(num_rows)
         act, sizes = self.shape.activation, (num_rows, self.shape.num_outputs, self.shape.k)
         if act:
-            if choose_gated_tile(*sizes, count_processors(x.device)) is None:
+            if choose_gated_tile(*sizes[1:], count_processors(x.device)) is None:
                 return None
             return measure_us([partial(skinny_gated_linear, out, x, w, None, act)
                                for w in self.weights])  # fmt: skip

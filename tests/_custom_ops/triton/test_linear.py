@@ -206,6 +206,8 @@ def test_where_products_leave_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [count(64, *nk) for nk in QWEN2] == [3, 4, 4]
     assert count(0, 3584, 3584) == count(65, 3584, 3584) == 0
     assert count(64, 18560, 4096) == 0, "more tiles than processors"
+    assert count(64, 4096, 4096) == 0, "torch is faster"
+    assert count(16, 4096, 14336) == 4, "the processors are full of tiles as they are"
     monkeypatch.setattr(linear_table, "count_processors", lambda device: 108)
     monkeypatch.setattr(linear_table, "has_warp_group_products", lambda device: False)
     assert [count(16, *nk) for nk in QWEN2] == [3, 0, 3]

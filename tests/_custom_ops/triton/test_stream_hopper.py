@@ -120,7 +120,7 @@ def test_ops_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("launch_skinny", "launch_parts"):
         monkeypatch.setattr(linear, name, None)
     monkeypatch.setattr(linear, "choose_gated_tile", lambda *sizes: TILES[1])
-    monkeypatch.setattr(linear, "count_stream_parts", lambda *sizes: 2)
+    monkeypatch.setattr(linear, "is_streamed", lambda *sizes: True)
     x, weight = make(5, 300, 640, BF16, device)
     parts = poisoned((2, 5, 300), torch.float32).to(device)
     linear.skinny_linear_parts(parts, x, weight)

@@ -23,6 +23,7 @@ from vllm._custom_ops.triton.linear_table import (
     SkinnyConfig,
     choose_config,
     count_splits,
+    is_streamed,
 )
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start, overlaps
 from vllm._custom_ops.triton.product import (
@@ -34,7 +35,6 @@ from vllm._custom_ops.triton.stream_hopper import can_stream, stream_gated, stre
 from vllm._custom_ops.triton.stream_table import (
     choose_gated_tile,
     choose_tile,
-    count_stream_parts,
 )
 from vllm.errors import ShapeError
 from vllm.utils.math import cdiv, next_power
@@ -245,7 +245,7 @@ def skinny_gated_linear(
         return
     sizes = x_TK.shape[0], out_TI.shape[1], x_TK.shape[1]
     if bias_2I is None and can_stream(x_TK, weight_2IK):
-        tile = choose_gated_tile(*sizes, count_processors(x_TK.device))
+        tile = choose_gated_tile(*sizes[1:], count_processors(x_TK.device))
         if tile is not None:
             stream_gated(out_TI, x_TK, weight_2IK, activation, tile)
             return
@@ -276,7 +276,7 @@ def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> N
         return
     sizes = x_TK.shape[0], parts_PTN.shape[2], x_TK.shape[1]
     num_sms = count_processors(x_TK.device)
-    if can_stream(x_TK, weight_NK) and count_stream_parts(*sizes, num_sms):
+    if can_stream(x_TK, weight_NK) and is_streamed(*sizes, num_sms):
         stream_parts(parts_PTN, x_TK, weight_NK, choose_tile(*sizes[:2], num_sms))
         return
     config = choose_config(*sizes, is_gated=False)

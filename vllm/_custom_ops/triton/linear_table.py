@@ -13,6 +13,7 @@ import torch
 
 from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
 from vllm._custom_ops.triton.stream_table import count_stream_parts
+from vllm.utils.math import cdiv
 
 MAX_ROWS = 64
 """More rows are torch's."""
@@ -45,6 +46,8 @@ class SkinnyConfig:
 
 
 _UNBOUNDED = 1 << 62
+_FEW_ROWS = 16
+_FULL_SHARE = 0.95  # of the processors' room; then few rows need not stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,24 @@ def count_splits(config: SkinnyConfig, num_outputs: int, k: int, num_sms: int) -
     return -(-num_blocks // split_blocks), split_blocks
 
 
+def is_streamed(num_rows: int, num_outputs: int, k: int, num_sms: int) -> bool:
+    """Whether a product that leaves parts streams its weights, where the device can do that.
+
+    Args:
+        num_rows, num_outputs, k: as in `is_skinny`.
+        num_sms: multiprocessors of the device.
+    """
+    sizes = num_rows, num_outputs, k
+    if not count_stream_parts(*sizes, num_sms):
+        return False
+    if num_rows > _FEW_ROWS or not is_skinny(*sizes):
+        return True
+    config = choose_config(*sizes, is_gated=False)
+    num_parts, _ = count_splits(config, num_outputs, k, num_sms)
+    num_programs = num_parts * cdiv(num_outputs, config.block_n)
+    return num_programs < _FULL_SHARE * config.programs_per_sm * num_sms
+
+
 def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -> int:
     """Return how many parts `skinny_linear_parts` is to leave, 0 where another product is faster.
 
@@ -179,10 +200,8 @@ def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -
     if device.type != "cuda" or not 0 < num_rows <= MAX_ROWS:
         return 0
     num_sms, sizes = count_processors(device), (num_rows, num_outputs, k)
-    if has_warp_group_products(device):
-        num_parts = count_stream_parts(*sizes, num_sms)
-        if num_parts:
-            return num_parts
+    if has_warp_group_products(device) and is_streamed(*sizes, num_sms):
+        return count_stream_parts(*sizes, num_sms)
     if not is_skinny(*sizes):
         return 0
     num_parts, _ = count_splits(choose_config(*sizes, is_gated=False), num_outputs, k, num_sms)

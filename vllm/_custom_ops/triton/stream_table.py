@@ -50,7 +50,14 @@ class StreamTile:
 
 _LARGE = StreamTile(wide=128, num_stages=5, block_k=64)
 _SMALL = StreamTile(wide=64, num_stages=4)
-_GATED = StreamTile(wide=128, narrow=16, num_stages=2)
+_GATED = (
+    StreamTile(wide=128, narrow=16, num_stages=2),
+    StreamTile(wide=64, narrow=16, num_stages=7, block_k=64),
+)
+
+_LONG_K = 8192
+_SHORT = frozenset({(4608, 3584), (3584, 3584)})
+"""Outputs and K, of less than _LONG_K, where many rows stream too; torch is fast there."""
 
 
 def choose_tile(num_rows: int, num_outputs: int, num_sms: int) -> StreamTile:
@@ -65,6 +72,8 @@ def choose_tile(num_rows: int, num_outputs: int, num_sms: int) -> StreamTile:
 
 def count_stream_parts(num_rows: int, num_outputs: int, k: int, num_sms: int) -> int:
     """Return how many parts of K the programs of a product leave; 0 where it is not to stream."""
+    if num_rows > FEW_ROWS and k < _LONG_K and (num_outputs, k) not in _SHORT:
+        return 0
     tile = choose_tile(num_rows, num_outputs, num_sms)
     num_tiles, num_blocks = cdiv(num_outputs, 2 * tile.half), cdiv(k, tile.block_k)
     wanted = min(num_sms // num_tiles, MAX_PARTS, num_blocks)
@@ -73,9 +82,9 @@ def count_stream_parts(num_rows: int, num_outputs: int, k: int, num_sms: int) ->
     return cdiv(num_blocks, cdiv(num_blocks, wanted))
 
 
-def choose_gated_tile(num_rows: int, num_outputs: int, k: int, num_sms: int) -> StreamTile | None:
+def choose_gated_tile(num_outputs: int, k: int, num_sms: int) -> StreamTile | None:
     """Return the tile of a gated product, None where it is not to stream."""
-    num_tiles = cdiv(num_outputs, _GATED.half)
-    if not _MIN_GATED_SHARE * num_sms <= num_tiles <= num_sms or k % K_STEP:
-        return None
-    return _GATED
+    for tile in _GATED if k % K_STEP == 0 else ():
+        if _MIN_GATED_SHARE * num_sms <= cdiv(num_outputs, tile.half) <= num_sms:
+            return tile
+    return None
