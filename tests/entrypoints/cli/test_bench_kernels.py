@@ -133,11 +133,22 @@ def test_kernels_that_fail_while_they_are_timed(
     def fail(*args: Any) -> float:
         raise RuntimeError
 
+    monkeypatch.setattr(cells, "_time_layer", lambda *args: 1e-3)
     monkeypatch.setattr(cells, "time_run", fail)
     result = run(tmp_path)
     faults = [cell["faults"] for shape in result["shapes"] for cell in shape["cells"]]
     assert faults == [{"cpu": "RuntimeError: ", "torch": "RuntimeError: "}] * 6
     assert result["ranks"] == []
+
+
+def test_a_kernel_far_behind_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"cpu": 1e-3, "torch": 1.0}
+    monkeypatch.setattr(cells, "_time_layer", lambda work, name, device: seconds[name])
+    result = run(tmp_path)
+    for found in (cell["kernels"] for shape in result["shapes"] for cell in shape["cells"]):
+        assert found["cpu"]["num_runs"] == 3
+        assert found["torch"]["num_runs"] == 1
+        assert found["torch"]["median_us"] == 1e6
 
 
 def test_loads_that_have_no_room_are_left_out(

@@ -5,6 +5,7 @@ In turns (A, B, A, B, …), so that what disturbs the machine meets all kernels 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,9 @@ from vllm.platforms import get_platform
 _CELL_S = 10.0
 _MIN_RUNS = 3
 _ARENA_SHARE = 0.6
+# A layer that takes this long, and so many times another kernel's, is run once and no more.
+_HOPELESS_S = 0.02
+_HOPELESS_TIMES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,8 @@ def measure_cell(
         load: the rows of the step.
         kernels: they serve `query`.
         stated_len: longest sequence that decode steps on a GPU are captured for.
-        num_runs: runs of each kernel; fewer, but at least 3, where a cell takes long.
+        num_runs: runs of each kernel; fewer, but at least 3, where a cell takes long. One run of
+            one layer has to do for a kernel that is far behind one before it.
     """
     if query.device == "cuda":
         torch.cuda.empty_cache()  # what the cell before has left is free
@@ -105,32 +110,43 @@ def measure_cell(
     )
     runners: dict[str, _Runner] = {}
     faults: dict[str, str] = {}
+    hopeless: dict[str, KernelTimes] = {}
+    best_s = math.inf
     for name in kernels:
         try:
-            runners[name] = _make_runner(work, name, is_captured=is_captured)
+            layer_s = _time_layer(work, name, query.device)
+            best_s = min(best_s, layer_s)
+            if layer_s > max(_HOPELESS_S, _HOPELESS_TIMES * best_s):
+                hopeless[name] = KernelTimes(
+                    median_s=layer_s, min_s=layer_s, num_runs=1, is_graph=False
+                )
+            else:
+                runners[name] = _make_runner(work, name, is_captured=is_captured)
         except (RuntimeError, ValueError) as cause:  # out of memory is a RuntimeError
             faults[name] = _describe_fault(cause)
     times = _run_in_turns(runners, faults, query.device, num_runs)
-    return Cell(
-        load=load,
-        num_layers=num_layers,
-        kernels={
-            name: KernelTimes(
-                median_s=statistics.median(seconds) / num_layers,
-                min_s=min(seconds) / num_layers,
-                num_runs=len(seconds),
-                is_graph=runners[name].is_graph,
-            )
-            for name, seconds in times.items()
-        },
-        faults=faults,
-    )
+    measured = {
+        name: KernelTimes(
+            median_s=statistics.median(seconds) / num_layers,
+            min_s=min(seconds) / num_layers,
+            num_runs=len(seconds),
+            is_graph=runners[name].is_graph,
+        )
+        for name, seconds in times.items()
+    }
+    return Cell(load=load, num_layers=num_layers, kernels=measured | hopeless, faults=faults)
+
+
+def _time_layer(work: Workload, name: str, device: str) -> float:
+    """Return the seconds of one layer, after a run that compiles the kernel."""
+    backend = load_backend(name)
+    work.run(backend, num_layers=1)
+    return time_run(lambda: work.run(backend, num_layers=1), device)
 
 
 def _make_runner(work: Workload, name: str, *, is_captured: bool) -> _Runner:
-    """Run one layer, which compiles the kernel, and return how to run the step."""
+    """Return how to run the step with a kernel that is compiled."""
     backend = load_backend(name)
-    work.run(backend, num_layers=1)
 
     def run() -> None:
         work.run(backend)
