@@ -141,6 +141,7 @@ CASES: dict[str, Callable[[], None]] = {
     "products, wide, silu": partial(multiply, 18944, 2048, activation="silu"),
     "products, gelu": partial(multiply, 10240, 2048, activation="gelu_tanh"),
     "products, parts": partial(leave_parts, 3584, 3584),
+    "products, parts of a long K": partial(leave_parts, 4096, 8192),
     "mixture, a token": partial(mix, 8, 6, 2048, 1408, num_tokens=1),
     "mixture, few tokens": partial(mix, 8, 6, 2048, 1408, num_tokens=8),
     "mixture, a batch": partial(mix, 8, 6, 2048, 1408, num_tokens=64),

@@ -203,7 +203,9 @@ def test_where_products_leave_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_table, "count_processors", lambda device: 132)
     monkeypatch.setattr(linear_table, "has_warp_group_products", lambda device: True)
     assert [count(16, *nk) for nk in QWEN2] == [7, 8, 9]
+    assert [count(32, *nk) for nk in QWEN2] == [3, 4, 9]
     assert [count(64, *nk) for nk in QWEN2] == [3, 4, 4]
+    assert count(64, 4096, 14336) == 2
     assert count(0, 3584, 3584) == count(65, 3584, 3584) == 0
     assert count(64, 18560, 4096) == 0, "more tiles than processors"
     assert count(64, 4096, 4096) == 0, "torch is faster"

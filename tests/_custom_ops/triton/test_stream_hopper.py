@@ -28,9 +28,10 @@ from vllm._custom_ops.triton.stream_table import StreamTile
 
 BF16 = torch.bfloat16
 TILES = (
-    StreamTile(wide=64, num_stages=3),
-    StreamTile(wide=32, narrow=16, num_stages=5, block_k=64),
-    StreamTile(wide=128, num_stages=2, block_k=64),
+    StreamTile(wide=64, num_stages=3, block_k=128, min_share=1.0),
+    StreamTile(wide=32, narrow=16, num_stages=5, block_k=64, min_share=1.0),
+    StreamTile(wide=128, num_stages=2, block_k=64, min_share=1.0),
+    StreamTile(wide=32, num_stages=2, block_k=256, min_share=1.0),
 )
 
 
@@ -148,5 +149,5 @@ def test_every_part_of_k_has_work(num_rows: int, n: int, k: int) -> None:
     num_parts = stream_table.count_stream_parts(num_rows, n, k, 132)
     assert 0 <= num_parts <= stream_table.MAX_PARTS
     if num_parts:
-        blocks = -(-k // stream_table.choose_tile(num_rows, n, 132).block_k)
+        blocks = -(-k // stream_table.choose_tile(num_rows, n, k, 132).block_k)
         assert (num_parts - 1) * -(-blocks // num_parts) < blocks

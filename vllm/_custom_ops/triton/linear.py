@@ -277,7 +277,7 @@ def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> N
     sizes = x_TK.shape[0], parts_PTN.shape[2], x_TK.shape[1]
     num_sms = count_processors(x_TK.device)
     if can_stream(x_TK, weight_NK) and is_streamed(*sizes, num_sms):
-        stream_parts(parts_PTN, x_TK, weight_NK, choose_tile(*sizes[:2], num_sms))
+        stream_parts(parts_PTN, x_TK, weight_NK, choose_tile(*sizes, num_sms))
         return
     config = choose_config(*sizes, is_gated=False)
     launch_parts(parts_PTN, x_TK, weight_NK, config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.stream_table import count_stream_parts
+from vllm._custom_ops.triton.stream_table import FEW_ROWS, count_stream_parts
 from vllm.utils.math import cdiv
 
 MAX_ROWS = 64
@@ -46,8 +46,7 @@ class SkinnyConfig:
 
 
 _UNBOUNDED = 1 << 62
-_FEW_ROWS = 16
-_FULL_SHARE = 0.95  # of the processors' room; then few rows need not stream
+_FULL_SHARE = 0.9  # of the processors' room; then few rows need not stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +181,7 @@ def is_streamed(num_rows: int, num_outputs: int, k: int, num_sms: int) -> bool:
     sizes = num_rows, num_outputs, k
     if not count_stream_parts(*sizes, num_sms):
         return False
-    if num_rows > _FEW_ROWS or not is_skinny(*sizes):
+    if num_rows > FEW_ROWS or not is_skinny(*sizes):
         return True
     config = choose_config(*sizes, is_gated=False)
     num_parts, _ = count_splits(config, num_outputs, k, num_sms)
