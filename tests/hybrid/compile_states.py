@@ -105,6 +105,7 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, decode": partial(scan_deltas, DECODE),
     "delta rule, step": step_deltas,
     "delta rule, prompts": partial(scan_deltas, PROMPTS),
+    "delta rule, one prompt": partial(scan_deltas, [300]),
     "delta rule, prompts, large heads": partial(scan_deltas, PROMPTS, size=256),
     "Mamba-2, decode": partial(scan_mamba, DECODE),
     "Mamba-2, step": partial(step_mamba, 1),

@@ -72,10 +72,19 @@ def run(
     return out, rows.memory.clone()
 
 
+@pytest.mark.parametrize("columns", delta_hopper._COLUMNS)
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("key_heads", "name"), [(1, "mixed"), (2, "prompt"), (1, "pads")])
-def test_equals_the_twin(device: str, key_heads: int, name: str, kept: torch.dtype) -> None:
+def test_equals_the_twin(
+    device: str,
+    key_heads: int,
+    name: str,
+    kept: torch.dtype,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What padding rows hold is NaN: the tile before them ends with it."""
+    monkeypatch.setattr(delta_hopper, "_COLUMNS", (columns, columns))
     lengths, computed = ROWS[name]
     dtype = torch.float16 if kept == torch.float16 else torch.bfloat16
     given = make_given(device, key_heads, sum(lengths), dtype)

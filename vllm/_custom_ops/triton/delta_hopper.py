@@ -20,7 +20,7 @@ from vllm._custom_ops.triton.launch import fast_launch, knows_triton
 from vllm._custom_ops.triton.state_rows import ROW_TABLES
 
 _SIZE = 128  # of keys and values
-_BLOCK_V = 64  # columns of a state in a program: 64 registers of a thread
+_COLUMNS = (32, 64)  # of a state in a program; 64 take half the traffic, and twice the time
 _NUM_STAGES = 2  # chunks whose tiles are in flight
 _CHUNK = 64
 
@@ -130,12 +130,16 @@ def run_pass(
     by_state, by_value, attention, factors, kept = made
     num_tokens, num_heads, value_size = out_THV.shape
     key_size = q_THK.shape[2]
-    num_items = rows[0].shape[0] * num_heads * (value_size // _BLOCK_V)
-    _delta_hopper_kernel[(min(num_items, count_processors(q_THK.device)),)](
+    num_processors = count_processors(q_THK.device)
+    num_states = rows[0].shape[0] * num_heads
+    narrow, wide = _COLUMNS
+    block_v = narrow if num_states * (value_size // narrow) <= num_processors else wide
+    num_items = num_states * (value_size // block_v)
+    _delta_hopper_kernel[(min(num_items, num_processors),)](
         out_THV,
         state,
         describe_tiles(by_state, _CHUNK, key_size),
-        describe_tiles(by_value, _CHUNK, _BLOCK_V),
+        describe_tiles(by_value, _CHUNK, block_v),
         describe_tiles(q_THK, _CHUNK, key_size),
         describe_tiles(attention, _CHUNK, _CHUNK),
         describe_tiles(k_THK, _CHUNK, key_size),
@@ -154,7 +158,7 @@ def run_pass(
         SHARE=num_heads // q_THK.shape[1],
         KEY=key_size,
         VALUE=value_size,
-        BLOCK_V=_BLOCK_V,
+        BLOCK_V=block_v,
         NUM_STAGES=_NUM_STAGES,
         CHUNK=_CHUNK,
         num_warps=4,
