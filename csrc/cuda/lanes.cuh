@@ -37,10 +37,9 @@ struct LaneGroup {
   uint32_t index;
   int lane, lanes;
 
-  __device__ __forceinline__ explicit LaneGroup(int num_lanes, int block_threads = kGroupThreads)
-      : lanes(num_lanes) {
+  __device__ __forceinline__ explicit LaneGroup(int num_lanes) : lanes(num_lanes) {
     const int bits = __ffs(num_lanes) - 1;
-    index = blockIdx.x * (block_threads >> bits) + (threadIdx.x >> bits);
+    index = blockIdx.x * (kGroupThreads >> bits) + (threadIdx.x >> bits);
     lane = static_cast<int>(threadIdx.x) & (num_lanes - 1);
   }
 
@@ -97,12 +96,11 @@ void dispatch_lanes(const char* op, ScalarType type, int64_t n, F&& f) {
 }
 
 // Blocks of a grid over `num_groups` groups.
-inline unsigned group_blocks(const char* op, int64_t num_groups, int lanes,
-                             int block_threads = kGroupThreads) {
+inline unsigned group_blocks(const char* op, int64_t num_groups, int lanes) {
   constexpr int64_t kMaxGroups = (int64_t{1} << 32) - kGroupThreads;
   CHECK_ARG(num_groups < kMaxGroups, op, ": ", num_groups,
             " heads of all tokens, allowed: fewer than ", kMaxGroups);
-  return static_cast<unsigned>(ceil_div(num_groups * lanes, block_threads));
+  return static_cast<unsigned>(ceil_div(num_groups * lanes, kGroupThreads));
 }
 
 }  // namespace vllm::cuda

@@ -10,7 +10,8 @@
 namespace vllm::cuda {
 
 inline constexpr int64_t kMaxPartsRow = 4096;
-inline constexpr unsigned kRowBlocks = 8;  // of a row, where there are clusters
+inline constexpr int64_t kMaxRowBlocks = 8;   // in a cluster
+inline constexpr int64_t kMaxFewBlocks = 32;  // of all rows, see count_row_blocks
 
 struct PartsNormArgs {
   Parts parts;
@@ -21,9 +22,8 @@ struct PartsNormArgs {
   uint32_t row_blocks;  // a cluster
 };
 
-// A cluster has a row: what a row's parts are is much for one processor, and blocks with little
-// memory begin beside those of the product before. A warp has a run of 32 packs. The sums of runs
-// are added as in row_scale. What comes before await_inputs: see launch.cuh.
+// A cluster has a row, since its parts are much for one processor. A warp has a run of 32 packs.
+// The sums of runs are added as in row_scale. What comes before await_inputs: see launch.cuh.
 template <typename T, typename W, int kParts>
 __global__ void __launch_bounds__(kMaxPartsRow / Pack<T>::kSize)
     parts_norm_kernel(const __grid_constant__ PartsNormArgs args) {
@@ -67,6 +67,15 @@ __global__ void __launch_bounds__(kMaxPartsRow / Pack<T>::kSize)
   store_pack(static_cast<T*>(args.out) + row * args.out_stride, begin, args.n, true, packs[0]);
 }
 
+// Few rows have a cluster of several blocks each. A block of the product behind, whose ring takes
+// all memory of a processor, begins where there is none of these.
+inline unsigned count_row_blocks(const LaunchScope& scope, int64_t num_rows) {
+  int64_t blocks = 1;
+  if (!scope.can_overlap()) return 1;  // nor are there clusters
+  while (blocks < kMaxRowBlocks && 2 * blocks * num_rows <= kMaxFewBlocks) blocks *= 2;
+  return static_cast<unsigned>(blocks);
+}
+
 // Returns false, and launches nothing, where the kernel does not serve the shape.
 inline bool launch_parts_norm(const LaunchScope& scope, const Tensor& out, const Parts& parts,
                               const Tensor& residual, const Tensor& weight, double epsilon) {
@@ -78,11 +87,10 @@ inline bool launch_parts_norm(const LaunchScope& scope, const Tensor& out, const
   if (parts.count > kMaxFastParts || item != 2 || n > kMaxPartsRow || n % kRunItems != 0 ||
       n <= max_lane_row<bf16>(kMaxLanePacks) || !is_pack_aligned(parts.data) ||
       !is_pack_aligned(weight.data_ptr()) || !is_packed(out.data_ptr(), rows(out), n, item) ||
-      !is_packed(residual.data_ptr(), rows(residual), n, item) ||
-      residual.size(0) >= kMaxRows / kRowBlocks) {
+      !is_packed(residual.data_ptr(), rows(residual), n, item) || residual.size(0) >= kMaxRows) {
     return false;
   }
-  const unsigned row_blocks = scope.can_overlap() ? kRowBlocks : 1;  // as old as clusters
+  const unsigned row_blocks = count_row_blocks(scope, residual.size(0));
   const unsigned runs = static_cast<unsigned>(ceil_div(n / kRunItems, row_blocks));  // of a block
   const PartsNormArgs args{.parts = parts,
                            .out = out.data_ptr(),

@@ -9,17 +9,16 @@
 namespace vllm::cuda {
 
 inline constexpr int kPartsHeadSize = 128;
-inline constexpr int kPartsThreads = 64;  // of a block, so that few tokens have many processors
 
 // As qkv_whole_heads_kernel with a head for each group of lanes, but value heads are written too.
 // What comes before await_inputs and after let_next_start: see launch.cuh.
 template <typename T, typename W, int kParts>
-__global__ void __launch_bounds__(kPartsThreads)
+__global__ void __launch_bounds__(kGroupThreads)
     qkv_parts_kernel(const __grid_constant__ QkvArgs args, const __grid_constant__ Parts parts,
                      const T* bias) {
   constexpr int kItems = Pack<T>::kSize, kLanes = kPartsHeadSize / kItems;
-  __shared__ __align__(kPackBytes) float memory[kPartsThreads * kItems * kParts];
-  const LaneGroup group(kLanes, kPartsThreads);
+  __shared__ __align__(kPackBytes) float memory[kGroupThreads * kItems * kParts];
+  const LaneGroup group(kLanes);
   const uint32_t num_heads = args.num_heads + 2 * args.num_kv_heads;
   const bool is_live = group.index / num_heads < args.tokens;
   const uint32_t token = min(group.index / num_heads, args.tokens - 1);
@@ -78,9 +77,9 @@ inline bool launch_qkv_parts(const LaunchScope& scope, const QkvArgs& args, Scal
     dispatch_parts(parts.count, [&]<int kParts>(PartCount<kParts>) {
       const auto kernel = qkv_parts_kernel<T, W, kParts>;
       static_cast<void>(prepare_sharing(kernel, 0));  // no more than any block can have
-      const unsigned blocks = group_blocks("qkv_norm_rope_cache", num_groups,
-                                           lanes_of<T>(kPartsHeadSize), kPartsThreads);
-      launch_overlapping(scope, kernel, blocks, kPartsThreads, args, parts,
+      const unsigned blocks =
+          group_blocks("qkv_norm_rope_cache", num_groups, lanes_of<T>(kPartsHeadSize));
+      launch_overlapping(scope, kernel, blocks, kGroupThreads, args, parts,
                          static_cast<const T*>(bias));
     });
   };
