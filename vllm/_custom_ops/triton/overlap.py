@@ -3,10 +3,11 @@
 Called by the kernels of a decode step, whose way in and out would else cost as much as a small
 kernel's work. A kernel calls `await_inputs` on every path before it reads or writes anything but
 weights, which no kernel of a step writes: only then the results of all kernels before it are seen,
-and whoever waits for this kernel has waited for those too. After that, not before, it calls
-`let_next_start`, so that one kernel waits at a time; a product of `linear.py` calls it when it has
-read its weight. Launched with `OVERLAPS=overlaps(device), launch_pdl=overlaps(device)`. Before
-Hopper nothing of it is compiled.
+and whoever waits for this kernel has waited for those too. After that it calls `let_next_start`, so
+that one kernel waits at a time; a product of `linear.py` does when it has read its weight. Products
+of `stream_hopper.py` and what adds up their parts call it first: beside their memory there is room
+for little, and what begins there asks for its own weights early. Launched with
+`OVERLAPS=overlaps(device), launch_pdl=overlaps(device)`. Before Hopper nothing of it is compiled.
 
 Measured on an H200, a layer of Qwen2-7B at one row: 141.1 us apart, 135.8 us like this; 140.2 us
 where products ask L2 for up to 20 MB of their weights before they wait, which is why none does.
