@@ -102,22 +102,35 @@ def test_equals_the_twin(
 
 
 def test_a_large_state_is_read_exactly(device: str) -> None:
-    """It may be far larger than what follows, whose outputs then are differences."""
-    given = make_given(device, 1, 150)
-    given[3][:] = -1.0
+    """What queries see of it is less than a step of bfloat16: it is the same for all keys else."""
+    lengths, computed = [60, 64], [1, 70]
+    q, k, v, g, beta = make_given(device, 1, sum(lengths))
+    q[:, :, 1::2] = -q[:, :, ::2]
+    given = (q, k, v, g * 0.01, beta * 0.0)
     found = []
     for module in (delta_rule, naive):
-        rows = make_state_rows((2, SIZE, SIZE), torch.float32, [150], [64], device)
-        rows.memory.mul_(100.0)
+        rows = make_state_rows((2, SIZE, SIZE), torch.float32, lengths, computed, device)
+        rows.memory.mul_(0.1).add_(100.0)
         found.append(run(module, given, rows))
     for actual, expected in zip(*found, strict=True):
         assert_close(actual, expected, TOLERANCE)
 
 
+def test_padding_rows_keep_their_state(device: str) -> None:
+    rows = make_state_rows((2, SIZE, SIZE), torch.float32, [64, 70], [-1, 0], device)
+    padding = rows.view[int(rows.offsets[0])]
+    padding.fill_(1.0)
+    out, _ = run(delta_rule, make_given(device, 1, 134), rows)
+    assert padding.eq(1.0).all()
+    assert out[:64].isnan().all()
+    assert not out[64:].isnan().any()
+
+
 def test_rows_behind_others(device: str) -> None:
-    """Rows of one token may stand before them, which are none of this op's."""
-    rows = make_state_rows((2, SIZE, SIZE), torch.float32, [1, 1, 70, 129], [3, 4, 0, 64], device)
-    given = make_given(device, 1, 201)
+    """Rows may stand before them that are none of this op's."""
+    lengths = [40, 30, 70, 129]
+    rows = make_state_rows((2, SIZE, SIZE), torch.float32, lengths, [3, 4, 0, 64], device)
+    given = make_given(device, 1, sum(lengths))
     parts = {name: getattr(rows, name)[2:] for name in ("offsets", "cu_query_lens", "num_computed")}
     last, start = replace(rows, **parts), rows.memory.clone()
     found = []
@@ -126,7 +139,7 @@ def test_rows_behind_others(device: str) -> None:
         found.append(run(module, given, last))
     for actual, expected in zip(*found, strict=True):
         assert_close(actual, expected, TOLERANCE)
-    assert found[0][0][:2].isnan().all()
+    assert found[0][0][:70].isnan().all()
 
 
 def test_a_state_has_the_same_bits_where_chunks_are_not_cut(device: str) -> None:

@@ -129,10 +129,21 @@ def test_equals_the_twin(
         assert_close(actual, expected, 2e-2)
 
 
+def test_padding_rows_keep_their_state(device: str) -> None:
+    rows = make_state_rows((4, 64, 128), torch.float32, [64, 70], [-1, 0], device)
+    padding = rows.view[int(rows.offsets[0])]
+    padding.fill_(1.0)
+    scan = make_scan(make_given(device, NEMOTRON, 134), rows)
+    run_walk(scan)
+    assert padding.eq(1.0).all()
+    assert scan.out[:64].isnan().all()
+    assert not scan.out[64:].isnan().any()
+
+
 def test_prompts_go_there(device: str) -> None:
-    """They may stand behind rows of one token, which are none of this op's."""
-    rows = make_state_rows((4, 64, 128), torch.float32, [1, 1, 70, 129], [3, 4, 0, 64], device)
-    given = make_given(device, NEMOTRON, 201)
+    """They may stand behind rows that are none of this op's."""
+    rows = make_state_rows((4, 64, 128), torch.float32, [40, 30, 70, 129], [3, 4, 0, 64], device)
+    given = make_given(device, NEMOTRON, 269)
     parts = {name: getattr(rows, name)[2:] for name in ("offsets", "cu_query_lens", "num_computed")}
     last, start = replace(rows, **parts), rows.memory.clone()
     found = []
@@ -144,7 +155,7 @@ def test_prompts_go_there(device: str) -> None:
     for actual, same, expected in zip(*found, strict=True):
         assert torch.equal(actual.nan_to_num(), same.nan_to_num())
         assert_close(actual, expected, 2e-2)
-    assert found[0][0][:2].isnan().all()
+    assert found[0][0][:70].isnan().all()
 
 
 def test_a_prompt_has_the_same_bits_where_chunks_are_not_cut(device: str) -> None:

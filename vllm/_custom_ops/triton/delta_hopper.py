@@ -3,7 +3,8 @@
 Called by `delta_chunks.py` where `can_pass`: keys and values of 128, operands of 16 bits. Each
 program takes one (row, head, columns) after the other through all its chunks; `delta_warps.py` says
 what its warps do. Written in Gluon, since Triton miscompiles chunks to products of warp groups
-(`tensor_cores.py`). The arithmetic, and where it rounds, is that of `delta_chunks.py`.
+(`tensor_cores.py`). The arithmetic, and where it rounds, is that of `delta_chunks.py`, whose bits it
+gives on an H200.
 """
 
 from __future__ import annotations
