@@ -21,7 +21,7 @@ from vllm._custom_ops.triton import (
     delta_hopper,
     delta_rule,
     delta_warps,
-    hopper_chunks,
+    state_hopper,
 )
 from vllm._custom_ops.triton import device as devices
 
@@ -42,7 +42,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         if not devices.has_warp_group_products(torch.device("cuda", 0)):
             pytest.skip("no sm_90")
         return
-    gluon_stand_in.interpret(monkeypatch, hopper_chunks, delta_warps, delta_hopper)
+    gluon_stand_in.interpret(monkeypatch, state_hopper, delta_warps, delta_hopper)
     monkeypatch.setattr(delta_hopper, "has_warp_group_products", lambda device: True)
     monkeypatch.setattr(delta_hopper, "count_processors", lambda device: 3)
 

@@ -16,7 +16,7 @@ from tests.utils.ops import poisoned, random_rows
 from tests.utils.states import StateRows, assert_close, make_state_rows
 from vllm._custom_ops.naive import state_space as naive
 from vllm._custom_ops.triton import device as devices
-from vllm._custom_ops.triton import hopper_chunks, mamba2, mamba2_hopper, mamba2_warps
+from vllm._custom_ops.triton import mamba2, mamba2_hopper, mamba2_warps, state_hopper
 from vllm._custom_ops.triton.mamba2_chunks import Scan
 
 ROWS = {
@@ -38,7 +38,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         if not devices.has_warp_group_products(torch.device("cuda", 0)):
             pytest.skip("no sm_90")
         return
-    gluon_stand_in.interpret(monkeypatch, hopper_chunks, mamba2_warps, mamba2_hopper)
+    gluon_stand_in.interpret(monkeypatch, state_hopper, mamba2_warps, mamba2_hopper)
     monkeypatch.setattr(mamba2_hopper, "has_warp_group_products", lambda device: True)
     monkeypatch.setattr(mamba2_hopper, "count_processors", lambda device: 3)
 

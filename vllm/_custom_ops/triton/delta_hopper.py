@@ -3,8 +3,8 @@
 Called by `delta_chunks.py` where `can_pass`: keys and values of 128, operands of 16 bits. Each
 program takes one (row, head, columns) after the other through all its chunks; `delta_warps.py` says
 what its warps do. Written in Gluon, since Triton miscompiles chunks to products of warp groups
-(`tensor_cores.py`). The arithmetic, and where it rounds, is that of `delta_chunks.py`, whose bits it
-gives on an H200.
+(`tensor_cores.py`). The arithmetic, and where it rounds, is that of `delta_chunks.py`, whose bits
+it gives on an H200.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from vllm._custom_ops.triton.delta_warps import bring_chunks, carry_state
 from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.hopper_chunks import DTYPES, can_copy, describe_tiles
 from vllm._custom_ops.triton.launch import fast_launch, knows_triton
+from vllm._custom_ops.triton.state_hopper import DTYPES, can_copy, describe_tiles
 from vllm._custom_ops.triton.state_rows import ROW_TABLES
 
 _SIZE = 128  # of keys and values

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm._custom_ops.triton.hopper_chunks import clear_behind, find_item
+from vllm._custom_ops.triton.state_hopper import clear_behind, find_item
 
 
 @gluon.jit

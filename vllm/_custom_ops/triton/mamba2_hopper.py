@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.hopper_chunks import DTYPES, can_copy, describe_tiles
 from vllm._custom_ops.triton.launch import fast_launch, knows_triton
 from vllm._custom_ops.triton.mamba2_chunks import CHUNK, Scan, make_decays
 from vllm._custom_ops.triton.mamba2_warps import bring_chunks, carry_state, read_states
+from vllm._custom_ops.triton.state_hopper import DTYPES, can_copy, describe_tiles
 from vllm._custom_ops.triton.state_rows import ROW_TABLES
 
 MIN_WALKS = 32
@@ -25,8 +25,11 @@ MIN_WALKS = 32
 
 _SIZE = 64  # rows of a warp group's product
 _STATE_SIZES = (64, 128)
-_REGISTERS = 240  # of a thread that computes
-_NUM_STAGES = 4  # chunks whose tiles are in flight: 208 KB of shared memory with the rest
+NUM_READERS = 2
+"""Warp groups that write outputs; one has no time to spare where products have made a GPU slow."""
+
+_REGISTERS = 160  # of a thread that computes
+_NUM_STAGES = 2  # chunks whose tiles are in flight: 144 KB of shared memory with the rest
 
 
 @fast_launch
@@ -57,6 +60,7 @@ def _mamba_hopper_kernel(
     STATE: gl.constexpr,
     HAS_SKIP: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    NUM_READERS: gl.constexpr,
     CHUNK: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -67,7 +71,7 @@ def _mamba_hopper_kernel(
     keys = gl.allocate_shared_memory(dtype, [NUM_STAGES, CHUNK, STATE], key_tiles.layout)
     queries = gl.allocate_shared_memory(dtype, [NUM_STAGES, CHUNK, STATE], query_tiles.layout)
     kept = gl.allocate_shared_memory(dtype, [2, SIZE, STATE], KEPT)
-    written = gl.allocate_shared_memory(dtype, [2, CHUNK, SIZE], out_tiles.layout)
+    written = gl.allocate_shared_memory(dtype, [2 * NUM_READERS, CHUNK, SIZE], out_tiles.layout)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     tile_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BAR)
     tile_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BAR)
@@ -82,11 +86,16 @@ def _mamba_hopper_kernel(
     fence_async_shared()
     places = (cu_query_lens, num_computed)
     bars = (tile_full, tile_free, state_full, state_free)
+    read_memory = (values, keys, queries, kept, written)
     gl.warp_specialize(
         [
             (read_states, (
-                out, out_tiles, decays, skip, places, (values, keys, queries, kept, written), bars,
-                num_items, out_stride, out_head, HAS_SKIP, HEADS, SIZE, NUM_STAGES, CHUNK,
+                gl.constexpr(0), out, out_tiles, decays, skip, places, read_memory, bars, num_items,
+                out_stride, out_head, HAS_SKIP, HEADS, SIZE, NUM_STAGES, NUM_READERS, CHUNK,
+            )),
+            (read_states, (
+                gl.constexpr(1), out, out_tiles, decays, skip, places, read_memory, bars, num_items,
+                out_stride, out_head, HAS_SKIP, HEADS, SIZE, NUM_STAGES, NUM_READERS, CHUNK,
             )),
             (carry_state, (
                 state, state_offsets, decays, places, (values, keys, kept), bars, num_items,
@@ -98,8 +107,8 @@ def _mamba_hopper_kernel(
                 STATE, NUM_STAGES, CHUNK,
             )),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -154,6 +163,7 @@ def walk_chunks(scan: Scan) -> None:
         STATE=state_size,
         HAS_SKIP=scan.skip is not None,
         NUM_STAGES=_NUM_STAGES,
+        NUM_READERS=NUM_READERS,
         CHUNK=CHUNK,
         REGISTERS=_REGISTERS,
         num_warps=4,

@@ -1,9 +1,9 @@
-"""What the warps of the Hopper kernel of Mamba-2 do: one brings tiles, two groups of four compute.
+"""What the warps of the Hopper kernel of Mamba-2 do: one brings tiles, groups of four compute.
 
 Called by `mamba2_hopper.py`, inside of its kernel only. One warp group carries a head's state from
-chunk to chunk and leaves in shared memory what each begins with; the other one reads it, adds what
-tokens of the chunk give each other, and writes the outputs. The copy engine fills tiles of x, B and
-C ahead of both, and takes whole tiles of outputs away.
+chunk to chunk and leaves in shared memory what each begins with; others take turns to read it, add
+what tokens of the chunk give each other, and write the outputs. The copy engine fills tiles of x, B
+and C ahead of all, and takes whole tiles of outputs away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm._custom_ops.triton.hopper_chunks import clear_behind, find_item
+from vllm._custom_ops.triton.state_hopper import clear_behind, find_item
 
 _MAX_POWER = gl.constexpr(126.0)  # 2 to it is finite
 
@@ -139,6 +139,7 @@ def carry_state(
 
 @gluon.jit
 def read_states(
+    PART: gl.constexpr,
     out,
     out_tiles,
     decays,
@@ -153,9 +154,10 @@ def read_states(
     HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    NUM_READERS: gl.constexpr,
     CHUNK: gl.constexpr,
 ):
-    """What a warp group does: the outputs of each chunk."""
+    """What a warp group does: the outputs of every NUM_READERS-th chunk through all items."""
     values, keys, queries, kept, written = memory
     tile_full, tile_free, state_full, state_free = bars
     cu_query_lens, num_computed = places
@@ -170,20 +172,23 @@ def read_states(
     is_past = tokens[:, None] >= others[None, :]
     none = gl.zeros((CHUNK, CHUNK), gl.float32, layout=LAYOUT)
     nothing = gl.zeros((CHUNK, SIZE), gl.float32, layout=READ)
-    num_done = 0
+    num_before = 0  # chunks of the items before
     num_written = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, _, begin, end, num_chunks, place, _ = find_item(
             item, cu_query_lens, num_computed, HEADS, CHUNK
         )
         if num_chunks > 0:
+            start = (PART + NUM_READERS - num_before % NUM_READERS) % NUM_READERS
             of_chunk = decays + (place * HEADS + head) * (2 * CHUNK)
+            of_chunk += gl.minimum(start, num_chunks - 1) * (HEADS * 2 * CHUNK)
             decay = gl.load(of_chunk + tokens)
             source = gl.load(of_chunk + CHUNK + others)
             own_skip = 0.0
             if HAS_SKIP:
                 own_skip = gl.load(skip + head)
-            for i in range(num_chunks):
+            for i in range(start, num_chunks, NUM_READERS):
+                num_done = num_before + i
                 stage = num_done % NUM_STAGES
                 buffer = num_done % 2
                 first = begin + i * CHUNK
@@ -199,8 +204,8 @@ def read_states(
                 read = warpgroup_mma(query, state, nothing, use_acc=False, is_async=True)
                 weight = gl.exp2(gl.minimum(decay[:, None] - source[None, :], _MAX_POWER))
                 fade = gl.convert_layout(gl.exp2(decay), gl.SliceLayout(1, READ))
-                if i + 1 < num_chunks:  # what the next chunk wants is on its way meanwhile
-                    of_chunk += HEADS * 2 * CHUNK
+                if i + NUM_READERS < num_chunks:  # what the next one wants is on its way meanwhile
+                    of_chunk += NUM_READERS * HEADS * 2 * CHUNK
                     decay = gl.load(of_chunk + tokens)
                     source = gl.load(of_chunk + CHUNK + others)
                 products = warpgroup_mma_wait(1, deps=[products])
@@ -224,11 +229,11 @@ def read_states(
                     results = out + token[:, None] + (head * out_head + at)[None, :]
                     gl.store(results, read.to(dtype), mask=(rows < left)[:, None])
                 else:
-                    target = written.index(num_written % 2)
+                    target = written.index(2 * PART + num_written % 2)
                     tma.store_wait(1)  # what lay there has left
                     target.store(read.to(dtype))
                     fence_async_shared()
                     tma.async_copy_shared_to_global(out_tiles, [first, head * out_head], target)
                     num_written += 1
-                num_done += 1
+            num_before += num_chunks
     tma.store_wait(0)
