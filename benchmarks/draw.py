@@ -31,12 +31,18 @@ FEW_ROWS = 8
 TOP = 1.4  # of the axis of ratios
 
 
-def draw_ratios(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_ratios(result: dict[str, Any], path: Path) -> None:
     """Draw how many times the peer's speed each work reached."""
-    rows = [row for row in rows if row["times_peer"]]
-    names = [f"{r['model']}  {r['batch']} x ({r['input']} + {r['output']})" for r in rows]
-    figure, axes = plt.subplots(figsize=(8, 0.3 * len(rows) + 1), layout="constrained")
-    ratios = [row["times_peer"] for row in rows]
+    kinds = {"rows": "", "rows_with_16_bit_states": ", 16-bit states"}
+    kinds["rows_with_tied_experts"] = ", tied experts"
+    named = [
+        (f"{r['model']}{note}  {r['batch']} x ({r['input']} + {r['output']})", r["times_peer"])
+        for kind, note in kinds.items()
+        for r in (result[kind] if kind == "rows" else result[kind]["rows"])
+        if r["times_peer"]
+    ]
+    names, ratios = [name for name, _ in named], [ratio for _, ratio in named]
+    figure, axes = plt.subplots(figsize=(8, 0.3 * len(named) + 1), layout="constrained")
     bars = axes.barh(names, ratios, color=["C2" if r >= 1 else "C1" for r in ratios])
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.axvline(1.0, color="black", linewidth=0.8)
@@ -87,7 +93,7 @@ def main() -> None:
     """Draw what has results."""
     offline, profile = RESULTS / "h200_offline.json", RESULTS / "h200_profile.json"
     if offline.is_file():
-        draw_ratios(json.loads(offline.read_text())["rows"], offline.with_suffix(".png"))
+        draw_ratios(json.loads(offline.read_text()), offline.with_suffix(".png"))
     works = json.loads(profile.read_text())["works"] if profile.is_file() else []
     if works and "prompts" in works[0]:
         draw_steps(works, profile.with_suffix(".png"))
