@@ -11,6 +11,8 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -65,13 +67,27 @@ def keep_language() -> dict[types.ModuleType, dict[str, Any]]:
     return {module: dict(vars(module)) for module in named}
 
 
-def restore_language() -> None:
-    """Put back what the interpreter leaves in Triton's language, so that kernels compile again."""
-    for module, names in LANGUAGE.items():
+def put_language(kept: dict[types.ModuleType, dict[str, Any]]) -> None:
+    """Let Triton's language consist of what was kept, and of nothing else."""
+    for module, names in kept.items():
         for name in vars(module).keys() - names.keys():
             delattr(module, name)
         for name, value in names.items():
             setattr(module, name, value)
+
+
+@contextmanager
+def compiled_language() -> Iterator[None]:
+    """Take out what the interpreter leaves in Triton's language, so that kernels compile inside.
+
+    Afterwards it is there again: functions that were interpreted before need it.
+    """
+    interpreted = keep_language()
+    put_language(LANGUAGE)
+    try:
+        yield
+    finally:
+        put_language(interpreted)
 
 
 LANGUAGE: dict[types.ModuleType, dict[str, Any]] = {}

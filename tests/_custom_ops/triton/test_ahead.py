@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from tests._custom_ops.triton import kernel_to_compile  # noqa: E402
-from tests._custom_ops.triton.conftest import restore_language  # noqa: E402
+from tests._custom_ops.triton.conftest import compiled_language  # noqa: E402
 from tests._custom_ops.triton.stand_in import Launcher, install  # noqa: E402
 from vllm._custom_ops.triton import cache_folder, compiler  # noqa: E402
 from vllm._custom_ops.triton.ahead import KernelNote, note_kernels  # noqa: E402
@@ -37,9 +37,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     install(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    restore_language()
     Launcher.launches.clear()
-    yield
+    with compiled_language():
+        yield
     triton.knobs.cache.reset()  # a folder that was set would stand before the next test's own
 
 
