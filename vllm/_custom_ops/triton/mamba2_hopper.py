@@ -26,7 +26,8 @@ MIN_WALKS = 32
 _SIZE = 64  # rows of a warp group's product
 _STATE_SIZES = (64, 128)
 NUM_READERS = 2
-"""Warp groups that write outputs; one has no time to spare where products have made a GPU slow."""
+"""Warp groups that write outputs. Alone one is level (168 us for 8,192 tokens, two take 172);
+between products two were ahead twice, by 93 and 140 us a layer, hardly more than a run varies."""
 
 _REGISTERS = 160  # of a thread that computes
 _NUM_STAGES = 2  # chunks whose tiles are in flight: 144 KB of shared memory with the rest
