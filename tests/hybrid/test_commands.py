@@ -99,6 +99,12 @@ def test_errors_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert error in capsys.readouterr().err
 
 
+def test_a_load_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "hybrid", "--model", "x", "--output-len", "0"])
+    assert "argument --output-len: expected a number" in capsys.readouterr().err
+
+
 def test_c45_a_window_is_capped_by_the_length(
     c45: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

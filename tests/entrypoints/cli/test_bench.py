@@ -262,7 +262,6 @@ def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[s
         ["latency", "--num-iters", "0"],
         ["latency", "--batch-size", "-1"],
         ["throughput", "--num-prompts", "0"],
-        ["hybrid", "--output-len", "0"],
     ],
     ids=" ".join,
 )
