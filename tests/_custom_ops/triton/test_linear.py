@@ -13,6 +13,7 @@ from vllm._custom_ops.naive import linear as naive
 from vllm._custom_ops.triton import arrival, linear, linear_table
 from vllm._custom_ops.triton.device import count_processors
 from vllm._custom_ops.triton.linear_table import SkinnyConfig
+from vllm._custom_ops.triton.stream_table import MAX_PARTS
 from vllm.errors import ShapeError
 
 DOT = SkinnyConfig(block_n=32, block_k=32, num_stages=2, programs_per_sm=1)
@@ -214,6 +215,7 @@ def test_where_products_leave_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_table, "has_warp_group_products", lambda device: False)
     assert [count(16, *nk) for nk in QWEN2] == [3, 0, 3]
     assert [count(64, *nk) for nk in QWEN2] == [0, 0, 0]
+    assert count(16, 1280, 3584) == MAX_PARTS, "more would be added up by a launch of its own"
 
 
 def test_bad_arguments_name_what_was_given(device: str) -> None:

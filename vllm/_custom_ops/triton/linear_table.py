@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.stream_table import FEW_ROWS, count_stream_parts
+from vllm._custom_ops.triton.stream_table import FEW_ROWS, MAX_PARTS, count_stream_parts
 from vllm.utils.math import cdiv
 
 MAX_ROWS = 64
@@ -204,4 +204,4 @@ def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -
     if not is_skinny(*sizes):
         return 0
     num_parts, _ = count_splits(choose_config(*sizes, is_gated=False), num_outputs, k, num_sms)
-    return num_parts if num_parts > 1 else 0
+    return min(num_parts, MAX_PARTS) if num_parts > 1 else 0
