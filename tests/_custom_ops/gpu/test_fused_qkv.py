@@ -19,6 +19,7 @@ from tests._custom_ops.gpu.tensors import (
 )
 from vllm._custom_ops import cache, fused_qkv, norm, rope
 from vllm._custom_ops.naive import fused_qkv as naive
+from vllm._custom_ops.naive.linear import sum_parts
 from vllm.errors import ShapeError
 
 pytestmark = NEEDS_GPU
@@ -150,9 +151,7 @@ def check_parts(
     positions = torch.arange(30, 30 + num_rows).cuda()
     block_units = 2 * BLOCK * KV_HEADS * head_size * dtype.itemsize // 256 + 2
     slots = make_slots(num_rows, BLOCK, block_units, skipped=num_rows - 1)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
+    total = sum_parts(parts)
     qkv = (total if bias is None else total + bias.float()).to(dtype)
     found, found_caches = poisoned_like(qkv), make_caches(BLOCK, KV_HEADS, head_size, dtype)
     caches = make_caches(BLOCK, KV_HEADS, head_size, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests._custom_ops.gpu.graphs import capture
 from tests._custom_ops.gpu.tensors import (
@@ -15,6 +16,7 @@ from tests._custom_ops.gpu.tensors import (
     poisoned_like,
 )
 from vllm._custom_ops import norm as ops
+from vllm._custom_ops.naive import linear as naive_linear
 from vllm._custom_ops.naive import norm as naive
 from vllm.errors import ShapeError
 
@@ -114,6 +116,13 @@ def test_graph_replays_equal() -> None:
     assert torch.equal(residual_static, residual)
 
 
+def norm_whole(parts: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the normed sum and the residual stream of a product that is added up first."""
+    product, total = naive_linear.sum_parts(parts).to(residual.dtype), residual.clone()
+    ops.fused_add_rms_norm(product, total, weight, 1e-6)
+    return product, total
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [80, 256, 1000, 1280, 2048, 2880, 3584, 4096, 8192])
 @pytest.mark.parametrize("num_parts", [*range(1, 10), 12])
@@ -124,11 +133,7 @@ def test_parts_equal_their_rounded_sum(
     parts = draw(num_parts, 5, size, dtype=torch.float32, seed=1)
     residual = draw(5, size, dtype=dtype, seed=2)
     weight = draw(size, dtype=torch.float32 if is_weight_float else dtype, seed=3)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    expected, expected_residual = total.to(dtype), residual.clone()
-    ops.fused_add_rms_norm(expected, expected_residual, weight, 1e-6)
+    expected, expected_residual = norm_whole(parts, residual, weight)
     out = poisoned_like(residual)
     ops.add_parts_rms_norm(out, parts, residual, weight, 1e-6)
     assert torch.equal(residual, expected_residual)
@@ -146,11 +151,7 @@ def test_parts_of_any_number_of_rows(num_rows: int, size: int, is_strided: bool)
     weight = draw(size, dtype=dtype, seed=3)
     twin, twin_residual = poisoned_like(residual), residual.clone()
     naive.add_parts_rms_norm(twin, parts, twin_residual, weight, 1e-6)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    expected, expected_residual = total.to(dtype), residual.clone()
-    ops.fused_add_rms_norm(expected, expected_residual, weight, 1e-6)
+    expected, expected_residual = norm_whole(parts, residual, weight)
     out = poisoned_like(residual)
     ops.add_parts_rms_norm(out, parts, residual, weight, 1e-6)
     assert torch.equal(residual, twin_residual)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm._custom_ops.naive.cache import reshape_and_cache
+from vllm._custom_ops.naive.linear import sum_parts
 from vllm._custom_ops.naive.norm import rms_norm
 from vllm._custom_ops.naive.rope import rotary_embedding
 
@@ -32,9 +33,7 @@ def qkv_norm_rope_cache(
 ) -> None:
     """The sum of parts; norms of query and key heads; rotary embedding; the cache write."""
     if parts_PTX is not None:
-        total_TX = parts_PTX[0].clone()
-        for part_TX in parts_PTX[1:]:
-            total_TX += part_TX
+        total_TX = sum_parts(parts_PTX)
         qkv_TX.copy_(total_TX if bias_X is None else total_TX + bias_X.float())
     heads = qkv_TX.unflatten(-1, (-1, head_size))
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

@@ -102,3 +102,11 @@ def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> N
     for i, part_TN in enumerate(parts_PTN):
         k = slice(i * width, (i + 1) * width)
         part_TN.copy_(x_TK[:, k].float() @ weight_NK[:, k].float().T)
+
+
+def sum_parts(parts_PTN: Tensor) -> Tensor:
+    """Return what parts add up to in their order, float32 [T, N]."""
+    total_TN = parts_PTN[0].clone()
+    for part_TN in parts_PTN[1:]:
+        total_TN += part_TN
+    return total_TN

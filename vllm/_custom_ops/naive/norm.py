@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm._custom_ops.naive.linear import sum_parts
+
 
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
     """Normalise by the root mean square in float32, then scale.
@@ -41,8 +43,5 @@ def add_parts_rms_norm(
     out: Tensor, parts_PTN: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 ) -> None:
     """residual += sum of parts in their order, rounded; out := rms_norm(residual)."""
-    total_TN = parts_PTN[0].clone()
-    for part_TN in parts_PTN[1:]:
-        total_TN += part_TN
-    residual.add_(total_TN.to(residual.dtype))
+    residual.add_(sum_parts(parts_PTN).to(residual.dtype))
     rms_norm(out, residual, weight, epsilon)
