@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -229,7 +230,12 @@ def measure_flops_per_s() -> float:
 
 
 def choose_forms(args: argparse.Namespace) -> None:
-    """Let kernels take the forms that the command line names."""
+    """Let kernels take the forms that the command line names; a named form runs on every GPU."""
+    mamba_forms = (args.mamba_form, args.many_programs)
+    if args.any_gpu or any(form is not None for form in mamba_forms):
+        patch.object(mamba2, "can_walk", lambda scan: False).start()
+    if args.any_gpu or args.delta_form is not None:
+        patch.object(delta_chunks, "can_pass", lambda *tensors: False).start()
     if args.few_heads is not None:
         mamba2_step.FEW_HEADS = args.few_heads
     if args.value_block is not None:
@@ -253,6 +259,7 @@ def main() -> None:
     """Print a JSON line for each op and load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of an op's name")
+    parser.add_argument("--any-gpu", action="store_true", help="not Hopper's kernels of prompts")
     parser.add_argument("--few-heads", type=int, help="rows x heads for the tiles of few heads")
     parser.add_argument("--many-programs", type=int, help="programs for the tiles of many")
     parser.add_argument("--value-block", type=int, help="columns of a delta rule's step")
