@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from vllm._custom_ops.triton.device import has_warp_group_products
 from vllm._custom_ops.triton.launch import FastKernel
 from vllm.utils.math import cdiv
 
@@ -316,3 +317,31 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
                 monkeypatch.setattr(module, name, Kernel(value.jit.fn))
             elif isinstance(value, GluonJITFunction):
                 monkeypatch.setattr(module, name, value.fn)
+
+
+def play_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    interpreted: Sequence[ModuleType],
+    *,
+    hosts: Sequence[ModuleType] = (),
+    num_processors: int = 3,
+) -> bool:
+    """Let a CPU be a Hopper of few processors for one test; on another GPU the test is left out.
+
+    Args:
+        interpreted: modules whose kernels and launches it is for.
+        hosts: others that ask what device there is.
+
+    Returns:
+        Whether a CPU plays it; else there is a Hopper.
+    """
+    if torch.cuda.is_available():
+        if not has_warp_group_products(torch.device("cuda", 0)):
+            pytest.skip("no sm_90")
+        return False
+    interpret(monkeypatch, *interpreted)
+    answers = {"has_warp_group_products": True, "count_processors": num_processors}
+    for module in (*interpreted, *hosts):
+        for name in answers.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, lambda device, answer=answers[name]: answer)
+    return True

@@ -21,7 +21,7 @@ from tests.utils.ops import poisoned, random_rows
 from tests.utils.paged import cumulative
 from vllm._custom_ops.naive import attention as naive
 from vllm._custom_ops.naive.cache import reshape_and_cache
-from vllm._custom_ops.triton import attention_hopper, attention_warps, device
+from vllm._custom_ops.triton import attention_hopper, attention_warps
 from vllm._custom_ops.triton.attention import attend
 from vllm._custom_ops.triton.attention_args import AttentionArgs, PrefixRows
 from vllm._custom_ops.triton.attention_hopper import can_attend
@@ -40,13 +40,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a Hopper of few processors on a CPU; others are left out."""
-    if torch.cuda.is_available():
-        if not device.has_warp_group_products(torch.device("cuda", 0)):
-            pytest.skip("no sm_90")
-        return
-    gluon_stand_in.interpret(monkeypatch, attention_hopper, attention_warps)
-    monkeypatch.setattr(attention_hopper, "has_warp_group_products", lambda device: True)
-    monkeypatch.setattr(attention_hopper, "count_processors", lambda device: 3)
+    gluon_stand_in.play_hopper(monkeypatch, (attention_hopper, attention_warps))
 
 
 def keep(row: tuple[int, int], window: int) -> int:

@@ -23,7 +23,6 @@ from vllm._custom_ops.triton import (
     delta_warps,
     state_hopper,
 )
-from vllm._custom_ops.triton import device as devices
 
 ROWS = {
     "mixed": ([1, 1, 64, 0, 33], [3, 0, 0, 5, 16]),
@@ -38,13 +37,7 @@ TOLERANCE = 2e-2
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a Hopper of few processors on a CPU; others are left out."""
-    if torch.cuda.is_available():
-        if not devices.has_warp_group_products(torch.device("cuda", 0)):
-            pytest.skip("no sm_90")
-        return
-    gluon_stand_in.interpret(monkeypatch, state_hopper, delta_warps, delta_hopper)
-    monkeypatch.setattr(delta_hopper, "has_warp_group_products", lambda device: True)
-    monkeypatch.setattr(delta_hopper, "count_processors", lambda device: 3)
+    gluon_stand_in.play_hopper(monkeypatch, (state_hopper, delta_warps, delta_hopper))
 
 
 @pytest.fixture(autouse=True)

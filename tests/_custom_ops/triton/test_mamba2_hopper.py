@@ -15,7 +15,6 @@ from tests._custom_ops.triton import gluon_stand_in
 from tests.utils.ops import poisoned, random_rows
 from tests.utils.states import StateRows, assert_close, make_state_rows
 from vllm._custom_ops.naive import state_space as naive
-from vllm._custom_ops.triton import device as devices
 from vllm._custom_ops.triton import mamba2, mamba2_hopper, mamba2_warps, state_hopper
 from vllm._custom_ops.triton.mamba2_chunks import Scan
 
@@ -34,13 +33,7 @@ NEMOTRON: Shape = (4, 64, 2, 128)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a Hopper of few processors on a CPU; others are left out. Few heads are enough."""
     monkeypatch.setattr(mamba2_hopper, "MIN_WALKS", 1)
-    if torch.cuda.is_available():
-        if not devices.has_warp_group_products(torch.device("cuda", 0)):
-            pytest.skip("no sm_90")
-        return
-    gluon_stand_in.interpret(monkeypatch, state_hopper, mamba2_warps, mamba2_hopper)
-    monkeypatch.setattr(mamba2_hopper, "has_warp_group_products", lambda device: True)
-    monkeypatch.setattr(mamba2_hopper, "count_processors", lambda device: 3)
+    gluon_stand_in.play_hopper(monkeypatch, (state_hopper, mamba2_warps, mamba2_hopper))
 
 
 def make_given(

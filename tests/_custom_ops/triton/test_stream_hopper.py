@@ -14,9 +14,6 @@ from tests._custom_ops.triton import gluon_stand_in
 from tests.utils.ops import assert_near, poisoned, random_rows
 from vllm._custom_ops.naive import linear as naive
 from vllm._custom_ops.triton import (
-    device as devices,
-)
-from vllm._custom_ops.triton import (
     linear,
     linear_table,
     product,
@@ -38,11 +35,9 @@ TILES = (
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a Hopper of few processors on a CPU; others are left out."""
-    if torch.cuda.is_available():
-        if not devices.has_warp_group_products(torch.device("cuda", 0)):
-            pytest.skip("no sm_90")
+    hosts = (linear, linear_table)
+    if not gluon_stand_in.play_hopper(monkeypatch, (stream_hopper,), hosts=hosts, num_processors=4):
         return
-    gluon_stand_in.interpret(monkeypatch, stream_hopper)
     language = vars(gluon_stand_in.LANGUAGE) | {
         "exp": torch.exp,
         "erf": torch.erf,
@@ -52,10 +47,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_hopper, "activate", product.activate.fn)
     for name in ("await_inputs", "let_next_start"):
         monkeypatch.setattr(stream_hopper, name, lambda overlaps: None)
-    for module in (linear, linear_table):
-        monkeypatch.setattr(module, "count_processors", lambda device: 4)
-    for module in (stream_hopper, linear_table):
-        monkeypatch.setattr(module, "has_warp_group_products", lambda device: True)
 
 
 def make(num_rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
