@@ -48,6 +48,7 @@ class ApiEngine:
         self.name = name
         read_fd, write_fd = os.pipe()
         self._log = PEERS / f"{name}.log"
+        PEERS.mkdir(exist_ok=True)  # one engine alone may run where no peer was made
         log = self._log.open("w")
         self._process = subprocess.Popen(
             [python, str(HERE / "probe.py"), model, "bfloat16", str(vocab)],

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +160,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PROBE_LLM_ARGS": json.dumps(more),
     }
-    engine = ApiEngine("offline", sys.executable, str(model), args.vocab, env)
     offline, http = [], []
-    try:
+    with ExitStack() as ends:  # the server ends also where the other engine could not start
+        ends.callback(process.wait, 30)
+        ends.callback(process.terminate)
+        engine = ApiEngine("offline", sys.executable, str(model), args.vocab, env)
+        ends.callback(engine.close)
         for seed in range(args.runs + 1):
             rows = measure_offline(engine, args, seed), measure_http(port, name, args, seed)
             if seed:
                 offline.append(rows[0])
                 http.append(rows[1])
         steady = measure_pss_mib(process.pid)
-    finally:
-        engine.close()
-        process.terminate()
-        process.wait(30)
     ours, bare = (statistics.median(r["tpot_ms"] for r in rows) for rows in (http, offline))
     return {
         "what": f"{args.streams} streams of {args.prompt} + {args.tokens} tokens, medians",
