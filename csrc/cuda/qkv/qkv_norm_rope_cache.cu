@@ -213,9 +213,9 @@ RopeTable turning_table(const std::optional<Tensor>& cos_sin, const Tensor& qkv,
   CHECK_ARG((rotary_dim > 0) == cos_sin.has_value(), kOp, ": rotary_dim is ", rotary_dim,
             cos_sin.has_value() ? " and there is a table" : " and there is no table");
   if (rotary_dim == 0) return {};
-  check_same_device(kOp, "cos_sin_cache", *cos_sin, qkv);
+  check_same_device(kOp, "cos_sin", *cos_sin, qkv);
   const RopeTable table = rope_table(kOp, *cos_sin, head_size, is_neox);
-  check_size(kOp, "cos_sin_cache", *cos_sin, 1, rotary_dim);
+  check_size(kOp, "cos_sin", *cos_sin, 1, rotary_dim);
   return table;
 }
 
@@ -251,7 +251,7 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
                             const Tensor& key_cache, const Tensor& value_cache,
                             const std::optional<Tensor>& q_norm,
                             const std::optional<Tensor>& k_norm, double epsilon,
-                            const std::optional<Tensor>& cos_sin_cache, int64_t num_heads,
+                            const std::optional<Tensor>& cos_sin, int64_t num_heads,
                             int64_t num_kv_heads, int64_t head_size, int64_t rotary_dim,
                             bool is_neox, const std::optional<Tensor>& parts,
                             const std::optional<Tensor>& bias) {
@@ -267,7 +267,7 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
       .q_weight = norm_weight("q_norm", q_norm, qkv, head_size),
       .k_weight = norm_weight("k_norm", k_norm, qkv, head_size),
       .epsilon = static_cast<float>(epsilon),
-      .table = turning_table(cos_sin_cache, qkv, head_size, rotary_dim, is_neox),
+      .table = turning_table(cos_sin, qkv, head_size, rotary_dim, is_neox),
       .tokens = static_cast<uint32_t>(qkv.size(0)),
       .num_heads = static_cast<uint32_t>(num_heads),
       .num_kv_heads = static_cast<uint32_t>(num_kv_heads),
@@ -308,7 +308,7 @@ void qkv_norm_rope_cache_op(const Tensor& qkv, const Tensor& positions, const Te
 VLLM_OPS(_C, m) {
   m.def(
       "qkv_norm_rope_cache(Tensor! qkv, Tensor positions, Tensor slots, Tensor! key_cache, "
-      "Tensor! value_cache, Tensor? q_norm, Tensor? k_norm, float epsilon, Tensor? cos_sin_cache, "
+      "Tensor! value_cache, Tensor? q_norm, Tensor? k_norm, float epsilon, Tensor? cos_sin, "
       "int num_heads, int num_kv_heads, int head_size, int rotary_dim, bool is_neox, "
       "Tensor? parts=None, Tensor? bias=None) -> ()");
 }
