@@ -97,6 +97,30 @@ def test_call_that_is_cut_off_is_text(serve: Any) -> None:
     assert (calls, finish) == ([], "length")
 
 
+@pytest.mark.parametrize(
+    ("flags", "fields", "answer"),
+    [
+        (HERMES, {}, f"{ONE}{ONE}"),
+        (LLAMA, {}, '{"name": "weather", "parameters": {"city": "Rome"}}'),
+        ({}, {"tool_choice": "required"}, '[{"name": "weather", "parameters": {"city": "Rome"}}]'),
+    ],
+    ids=["hermes", "llama", "required"],
+)
+def test_streamed_call_that_is_cut_off_ends_as_the_answer_did(
+    serve: Any, flags: Any, fields: dict[str, Any], answer: str
+) -> None:
+    client = serve(answer, flags=flags)
+    cut = len(answer) - len(answer) // 5  # one character is one token
+    asked = {"messages": USER, "tools": TOOLS, **fields}
+    whole = client.chat(**asked, max_tokens=cut)["choices"][0]
+    assert (whole["message"]["tool_calls"], whole["finish_reason"]) == ([], "length")
+    chunks = [event["choices"][0] for event in client.stream(PATH, **asked, max_tokens=cut)]
+    assert any(chunk["delta"].get("tool_calls") for chunk in chunks)
+    assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["length"]
+    _, calls, finish = read_stream(client.stream(PATH, **asked))
+    assert (calls[0][0], finish) == ("weather", "tool_calls")
+
+
 @pytest.mark.parametrize("flags", [{}, HERMES])
 @pytest.mark.parametrize(
     "fields",

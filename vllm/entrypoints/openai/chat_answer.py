@@ -78,11 +78,13 @@ class AnswerStream:
 
     Attributes:
         has_calls: whether a tool call of the model's own choice was sent.
+        is_cut: whether what was read so far ends inside a call.
     """
 
     def __init__(self, form: AnswerForm, parser: ToolParser | None) -> None:
         """Begin an answer; `parser` is a fresh one in mode AUTO, else None."""
         self.has_calls = False
+        self.is_cut = False
         self._form = form
         self._parser = parser
         self._forced = CallStream(FORCED_CALLS) if form.tools.mode is ToolMode.REQUIRED else None
@@ -96,10 +98,13 @@ class AnswerStream:
             return self._named(text)
         if self._forced is not None:
             delta = self._forced.feed(text)
+            self.is_cut = self._forced.is_incomplete
             return self._filter(_join(delta, self._forced.finish() if is_last else None))
         if self._parser is not None:
-            delta = self._parse(self._parser, text, token_ids)
-            return self._filter(_join(delta, self._parser.finish_streaming() if is_last else None))
+            parser = self._parser
+            delta = self._parse(parser, text, token_ids)
+            self.is_cut = parser.is_incomplete
+            return self._filter(_join(delta, parser.finish_streaming() if is_last else None))
         return DeltaMessage(content=text)
 
     def _named(self, text: str) -> DeltaMessage:

@@ -237,7 +237,9 @@ class OpenAIServingChat:
             index=output.index, delta=delta or DeltaMessage(), logprobs=logprobs
         )
         if is_last:
-            choice.finish_reason = "tool_calls" if answer.has_calls else output.finish_reason
+            # Clients run the calls of an answer that ends in them: half a call is none to run.
+            is_called = answer.has_calls and not answer.is_cut
+            choice.finish_reason = "tool_calls" if is_called else output.finish_reason
             choice.stop_reason = output.stop_reason
         return self._event(run, choice)
 

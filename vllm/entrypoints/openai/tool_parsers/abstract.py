@@ -40,6 +40,11 @@ class ToolParser:
         self.current_tool_id = -1
         self.current_tool_name_sent = False
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether what was streamed so far ends inside a call; a plugin need not say so."""
+        return False
+
     def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
         """Return the request as the parser needs it, e.g. with special tokens kept."""
         return request

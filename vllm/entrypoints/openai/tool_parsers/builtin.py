@@ -35,6 +35,11 @@ class FormatToolParser(ToolParser):
         super().__init__(tokenizer)
         self._stream = CallStream(self.call_format)
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether what was streamed so far ends inside a call."""
+        return self._stream.is_incomplete
+
     def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
         """Keep special tokens in the text where the opener is one of them."""
         specials = self.model_tokenizer.all_special_tokens
