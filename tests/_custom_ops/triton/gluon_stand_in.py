@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from vllm._custom_ops.triton import copy_engine
 from vllm._custom_ops.triton.device import has_warp_group_products
 from vllm._custom_ops.triton.launch import FastKernel
 from vllm.utils.math import cdiv
@@ -329,7 +330,7 @@ def play_hopper(
     """Let a CPU be a Hopper of few processors for one test; on another GPU the test is left out.
 
     Args:
-        interpreted: modules whose kernels and launches it is for.
+        interpreted: modules whose kernels it is for; their tiles are described here, too.
         hosts: others that ask what device there is.
 
     Returns:
@@ -339,9 +340,9 @@ def play_hopper(
         if not has_warp_group_products(torch.device("cuda", 0)):
             pytest.skip("no sm_90")
         return False
-    interpret(monkeypatch, *interpreted)
+    interpret(monkeypatch, copy_engine, *interpreted)
     answers = {"has_warp_group_products": True, "count_processors": num_processors}
-    for module in (*interpreted, *hosts):
+    for module in (copy_engine, *interpreted, *hosts):
         for name in answers.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, lambda device, answer=answers[name]: answer)
     return True

@@ -9,18 +9,16 @@ compiler does not find by itself. Other GPUs and other masks are served by the k
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs, PrefixRows
 from vllm._custom_ops.triton.attention_shape import PREFIX_ALIGNMENT
 from vllm._custom_ops.triton.attention_warps import attend, bring_rows
-from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.launch import fast_launch, knows_triton
+from vllm._custom_ops.triton.copy_engine import can_copy, describe_tiles, runs_hopper_kernels
+from vllm._custom_ops.triton.device import count_processors
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm.utils.math import cdiv
 
 MIN_TOKENS = 64
@@ -29,9 +27,7 @@ MIN_TOKENS = 64
 _HEAD_SIZES = (64, 128, 256)
 _BLOCK_M = 64  # rows of a warp group's product
 _REGISTERS = 240  # of a thread that computes; the sums fill half of them
-_COPY_BYTES = 16  # what addresses and strides of the copy engine are multiples of
 _LOG2_E = 1.4426950408889634
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @fast_launch
@@ -128,22 +124,15 @@ def can_attend(args: AttentionArgs) -> bool:
     return (
         key is not None
         and value is not None
-        and has_warp_group_products(args.query.device)
-        and knows_triton()
-        and args.query.dtype in _DTYPES
+        and runs_hopper_kernels(args.query.device)
         and key.dtype == value.dtype == args.query.dtype
         and key.shape == value.shape
         and head_size in _HEAD_SIZES
         and args.out.shape[2] == head_size
         and not (args.soft_cap or args.sink_tokens or args.chunk_tokens)
         and args.sinks is None
-        and all(_can_copy(rows) for rows in (args.query, key, value))
+        and all(can_copy(rows) for rows in (args.query, key, value))
     )
-
-
-def _can_copy(rows_THD: Tensor) -> bool:
-    token_bytes = rows_THD.stride(0) * rows_THD.element_size()
-    return rows_THD.data_ptr() % _COPY_BYTES == 0 and token_bytes % _COPY_BYTES == 0
 
 
 def hopper_attention(
@@ -171,11 +160,11 @@ def hopper_attention(
     num_items = num_rows * num_tiles * num_groups
     _hopper_kernel[(min(num_items, count_processors(args.query.device)),)](
         args.out,
-        _describe_tiles(args.query, _BLOCK_M),
-        _describe_tiles(key, block_n),
-        _describe_tiles(value, block_n),
-        _describe_tiles(prefix.key, block_n),
-        _describe_tiles(prefix.value, block_n),
+        describe_tiles(args.query, _BLOCK_M, head_size),
+        describe_tiles(key, block_n, head_size),
+        describe_tiles(value, block_n, head_size),
+        describe_tiles(prefix.key, block_n, head_size),
+        describe_tiles(prefix.value, block_n, head_size),
         args.cu_query_lens,
         args.seq_lens,
         cu_key_lens,
@@ -202,13 +191,3 @@ def hopper_attention(
         REGISTERS=_REGISTERS,
         num_warps=4,
     )
-
-
-def _describe_tiles(rows_THD: Tensor, num_rows: int) -> TensorDescriptor:
-    """Return what the copy engine needs to know of tiles of so many rows of one head."""
-    tokens, heads, head_size = rows_THD.shape
-    token_stride, head_stride, _ = rows_THD.stride()
-    block, dtype = [num_rows, head_size], _DTYPES[rows_THD.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    width = (heads - 1) * head_stride + head_size
-    return TensorDescriptor(rows_THD, [tokens, width], [token_stride, 1], block, layout)

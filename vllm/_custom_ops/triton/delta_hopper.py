@@ -14,10 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from vllm._custom_ops.triton.copy_engine import can_copy, describe_tiles, runs_hopper_kernels
 from vllm._custom_ops.triton.delta_warps import bring_chunks, carry_state
-from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.launch import fast_launch, knows_triton
-from vllm._custom_ops.triton.state_hopper import DTYPES, can_copy, describe_tiles
+from vllm._custom_ops.triton.device import count_processors
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import ROW_TABLES
 
 _SIZE = 128  # of keys and values
@@ -103,9 +103,7 @@ def _delta_hopper_kernel(
 def can_pass(out_THV: Tensor, q_THK: Tensor, k_THK: Tensor) -> bool:
     """Return whether the kernel serves these arguments on their device."""
     return (
-        has_warp_group_products(q_THK.device)
-        and knows_triton()
-        and q_THK.dtype in DTYPES
+        runs_hopper_kernels(q_THK.device)
         and q_THK.shape[2] == _SIZE
         and out_THV.shape[2] == _SIZE
         and can_copy(q_THK)

@@ -13,11 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from vllm._custom_ops.triton.device import count_processors, has_warp_group_products
-from vllm._custom_ops.triton.launch import fast_launch, knows_triton
+from vllm._custom_ops.triton.copy_engine import can_copy, describe_tiles, runs_hopper_kernels
+from vllm._custom_ops.triton.device import count_processors
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.mamba2_chunks import CHUNK, Scan, make_decays
 from vllm._custom_ops.triton.mamba2_warps import bring_chunks, carry_state, read_states
-from vllm._custom_ops.triton.state_hopper import DTYPES, can_copy, describe_tiles
 from vllm._custom_ops.triton.state_rows import ROW_TABLES
 
 MIN_WALKS = 32
@@ -116,9 +116,7 @@ def _mamba_hopper_kernel(
 def can_walk(scan: Scan) -> bool:
     """Return whether the kernel serves these arguments on their device."""
     return (
-        has_warp_group_products(scan.x.device)
-        and knows_triton()
-        and scan.x.dtype in DTYPES
+        runs_hopper_kernels(scan.x.device)
         and scan.x.shape[2] == _SIZE
         and scan.b.shape[2] in _STATE_SIZES
         and scan.state_offsets.shape[0] * scan.x.shape[1] >= MIN_WALKS

@@ -14,7 +14,6 @@ one does not end before them.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,18 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm._custom_ops.triton.device import has_warp_group_products
-from vllm._custom_ops.triton.launch import fast_launch, knows_triton
+from vllm._custom_ops.triton.copy_engine import can_copy, describe_tiles, runs_hopper_kernels
+from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.overlap import await_inputs, let_next_start
 from vllm._custom_ops.triton.product import activate
 from vllm._custom_ops.triton.stream_table import FEW_ROWS, K_STEP, StreamTile
 from vllm.utils.math import cdiv
 
 _ROWS = 64  # of a warp group's product
-_COPY_BYTES = 16  # what addresses and strides of the copy engine are multiples of
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _PLAIN = ""
 
 
@@ -195,18 +191,11 @@ def _stream_kernel(
 def can_stream(x_TK: Tensor, weight_NK: Tensor) -> bool:
     """Return whether the kernel serves these arguments on their device."""
     return (
-        has_warp_group_products(x_TK.device)
-        and knows_triton()
-        and x_TK.dtype in _DTYPES
+        runs_hopper_kernels(x_TK.device)
         and 0 < x_TK.shape[0] <= _ROWS
         and x_TK.shape[1] % K_STEP == 0
-        and all(_can_copy(matrix) for matrix in (x_TK, weight_NK))
+        and all(can_copy(matrix) for matrix in (x_TK, weight_NK))
     )
-
-
-def _can_copy(matrix: Tensor) -> bool:
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    return matrix.data_ptr() % _COPY_BYTES == 0 and row_bytes % _COPY_BYTES == 0
 
 
 def stream_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor, tile: StreamTile) -> None:
@@ -236,12 +225,12 @@ def _launch(
 ) -> None:
     (num_rows, k), num_outputs = x_TK.shape, out.shape[-1]
     num_blocks = cdiv(k, tile.block_k)
-    wide_tiles = _describe_tiles(weight, tile.wide, tile.block_k)
+    wide_tiles = describe_tiles(weight, tile.wide, tile.block_k)
     _stream_kernel[grid](
         out,
-        _describe_tiles(x_TK, _ROWS, tile.block_k),
+        describe_tiles(x_TK, _ROWS, tile.block_k),
         wide_tiles,
-        _describe_tiles(weight, tile.narrow, tile.block_k) if tile.narrow else wide_tiles,
+        describe_tiles(weight, tile.narrow, tile.block_k) if tile.narrow else wide_tiles,
         num_rows,
         num_outputs,
         out_stride,
@@ -258,10 +247,3 @@ def _launch(
         num_warps=8,
         launch_pdl=True,
     )
-
-
-def _describe_tiles(matrix: Tensor, num_rows: int, block_k: int) -> TensorDescriptor:
-    """Return what the copy engine needs to know of tiles of so many rows of one block of K."""
-    block, dtype = [num_rows, block_k], _DTYPES[matrix.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block, layout)
