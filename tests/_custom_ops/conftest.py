@@ -1,12 +1,14 @@
-"""Fixtures of the op tests: every instruction set of this machine, and the thread count kept."""
+"""Fixtures of the op tests: every instruction set, the thread count kept, writes watched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests._custom_ops.write_watch import WriteWatch
 from vllm._custom_ops.library import CPU_ISAS, available_cpu_isas, cpu_isa, set_cpu_isa
 
 
@@ -27,3 +29,13 @@ def keep_num_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def watch_writes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let a test of this folder fail whose ops write where their schemas do not say so."""
+    if request.path.parent != Path(__file__).parent:  # below it are those of GPUs
+        yield
+        return
+    with WriteWatch("_C", "_C_cache_ops"):
+        yield
