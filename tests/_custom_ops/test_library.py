@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.utils.op_schemas import Op, list_ops
 from vllm._custom_ops import library
 from vllm.errors import KernelError
 
@@ -41,3 +42,12 @@ def test_cuda_library_is_not_wanted_without_a_device(
     monkeypatch.setattr(library, "_CUDA_LIBRARY", tmp_path / "_C_cuda.abi3.so")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     library.load_extension()
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in list_ops() if "/cpu/" in op.place], ids=lambda op: op.schema.name
+)
+def test_the_built_library_has_the_ops_of_the_sources(op: Op) -> None:
+    library.load_extension()
+    built = getattr(getattr(torch.ops, op.namespace), op.schema.name).default._schema
+    assert str(built) == f"{op.namespace}::{op.schema}", "the library was built from other sources"
