@@ -112,3 +112,31 @@ def test_memory_of_the_api_process(smol: ServerProcess) -> None:
     libraries = Path(f"/proc/{smol.process.pid}/maps").read_text()
     assert "libtorch" not in libraries, "the API process must not load torch"
     wait_until(lambda: smol.stats()["num_running_requests"] == 0, 5, "nothing runs")
+
+
+def test_a_schema_that_cannot_be_used_is_blamed_on_the_field_it_came_in(
+    sdk: openai.OpenAI,
+) -> None:
+    wrong = {"type": "nonsense"}
+    tool = {"type": "function", "function": {"name": "go", "parameters": wrong}}
+    asked = {
+        "response_format": {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "wrong", "schema": wrong},
+            }
+        },
+        "tools": {"tools": [tool], "tool_choice": "required"},
+        "guided_json": {"extra_body": {"guided_json": wrong}},
+    }
+    for field, fields in asked.items():
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                sdk.chat.completions.create(
+                    model="model",
+                    messages=QUESTION,
+                    stream=stream,
+                    **fields,
+                )
+            assert caught.value.param == field
+            assert f"{field} cannot be used: Invalid type: nonsense" in caught.value.message

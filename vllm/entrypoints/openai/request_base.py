@@ -170,17 +170,10 @@ class SamplingFields(RequestBody):
         Raises:
             RequestError: more than one structure is asked for.
         """
-        wishes: dict[str, Any] = {
-            "guided_json": self.guided_json,
-            "guided_regex": self.guided_regex,
-            "guided_choice": self.guided_choice,
-            "guided_grammar": self.guided_grammar,
-            "tool_choice": tool_schema,
-            "response_format": self._response_schema(),
-        }
-        given = [name for name, wish in wishes.items() if wish is not None]
-        if not given:
+        wishes = self._structure_wishes(tool_schema)
+        if not wishes:
             return None
+        given = list(wishes)
         if len(given) > 1:
             raise RequestError(
                 f"only one kind of structured output can be asked for, got {', '.join(given)}",
@@ -194,6 +187,23 @@ class SamplingFields(RequestBody):
             backend=self.guided_decoding_backend,
             whitespace_pattern=self.guided_whitespace_pattern,
         )
+
+    def schema_field(self, tool_schema: dict[str, Any] | None = None) -> str:
+        """Return the field that a JSON schema came in, for errors that the engine finds in it."""
+        wishes = self._structure_wishes(tool_schema)
+        names = {"tool_choice": "tools"}  # that field holds the schema
+        return next((names.get(name, name) for name in wishes), "guided_json")
+
+    def _structure_wishes(self, tool_schema: dict[str, Any] | None) -> dict[str, Any]:
+        wishes = {
+            "guided_json": self.guided_json,
+            "guided_regex": self.guided_regex,
+            "guided_choice": self.guided_choice,
+            "guided_grammar": self.guided_grammar,
+            "tool_choice": tool_schema,
+            "response_format": self._response_schema(),
+        }
+        return {name: wish for name, wish in wishes.items() if wish is not None}
 
     def _response_schema(self) -> dict[str, Any] | bool | None:
         wish = self.response_format

@@ -154,7 +154,11 @@ class OpenAIServingChat:
             )
         )
         return self._serving.generate(
-            run.prompt, params, run.response_id, priority=request.priority
+            run.prompt,
+            params,
+            run.response_id,
+            priority=request.priority,
+            schema_field=request.schema_field(run.form.tools.schema),
         )
 
     async def _respond(

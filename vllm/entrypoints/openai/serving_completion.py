@@ -123,7 +123,11 @@ class OpenAIServingCompletion:
         )
         return [
             self._serving.generate(
-                prompt, params, f"{run.response_id}-{i}", priority=request.priority
+                prompt,
+                params,
+                f"{run.response_id}-{i}",
+                priority=request.priority,
+                schema_field=request.schema_field(),
             )
             for i, prompt in enumerate(run.prompts)
         ]

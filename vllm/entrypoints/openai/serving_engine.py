@@ -7,6 +7,7 @@ Holds no state of a request. The serving classes for completions, chat and token
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai.errors import ApiError, model_not_found, raise_if_dead
 from vllm.entrypoints.openai.logprobs import LogprobRenderer
 from vllm.entrypoints.openai.response import PromptTokensDetails, UsageInfo
+from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -155,8 +157,12 @@ class ServingEngine:
         request_id: str,
         *,
         priority: int = 0,
+        schema_field: str = "guided_json",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Log one request and start it; closing the iterator aborts it."""
+        """Log one request and start it; closing the iterator aborts it.
+
+        `schema_field` is the field of the body that a JSON schema for the answer came in.
+        """
         if self.request_logger is not None:
             self.request_logger.log_inputs(request_id, prompt.text, prompt.token_ids, params)
         inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
@@ -166,7 +172,24 @@ class ServingEngine:
             inputs["cache_salt"] = prompt.cache_salt
         if isinstance(params, BeamSearchParams):
             return self.engine.beam_search(inputs, request_id, params)
-        return self.engine.generate(inputs, params, request_id, priority=priority)
+        results = self.engine.generate(inputs, params, request_id, priority=priority)
+        if schema_field == "guided_json":
+            return results
+        return _rename_schema(results, schema_field)
+
+
+async def _rename_schema(
+    results: AsyncGenerator[RequestOutput, None], field: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """Pass results on; an error in the schema names the field that the client wrote it in."""
+    async with contextlib.aclosing(results):
+        try:
+            async for result in results:
+                yield result
+        except RequestError as cause:
+            if cause.param != "guided_json":
+                raise
+            raise RequestError(str(cause).replace("guided_json", field, 1), field) from cause
 
 
 class UsageCounter:
