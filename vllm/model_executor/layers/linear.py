@@ -332,17 +332,16 @@ class RowParallelLinear(Linear):
         return out_TN if self.bias is None else out_TN + self.bias
 
     def contribute(self, x_TK: Tensor, tokens_L: Tensor | None = None) -> Product:
-        """Return what some tokens, [L, N], or all give to the residual stream, maybe in parts."""
+        """Return what all tokens, [T, N], or some, [L, N], give to the stream, maybe in parts.
+
+        Args:
+            x_TK: [T, K].
+            tokens_L: int64 [L], which of them; None is all.
+        """
         x_LK = x_TK if tokens_L is None else x_TK[tokens_L]
-        if self._leaves_parts and len(x_LK):
-            return self.multiply_to_parts(x_LK)
-        return multiply_some(self, x_LK, None)
-
-
-def multiply_some(linear: RowParallelLinear, x_TK: Tensor, tokens_L: Tensor | None) -> Tensor:
-    """Return the outputs of some tokens, [L, N]; of all, [T, N], where `tokens_L` is None."""
-    x_LK = x_TK if tokens_L is None else x_TK[tokens_L]
-    return linear(x_LK) if len(x_LK) else x_LK.new_empty(0, linear.output_size)
+        if not len(x_LK):
+            return x_LK.new_empty(0, self.output_size)
+        return self.multiply_to_parts(x_LK) if self._leaves_parts else self(x_LK)
 
 
 def split_kv_heads(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

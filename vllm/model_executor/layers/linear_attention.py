@@ -18,7 +18,8 @@ from vllm._custom_ops import state_space as state_ops
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import RowParallelLinear, multiply_some
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
 from vllm.model_executor.layers.state import (
     CausalConv,
@@ -116,7 +117,7 @@ class GatedDeltaNet(nn.Module):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what `tokens_L` get for the residual stream, and move the states on; see Mixer."""
         rows = StateRows.read(self._layer, batch, attention)
         conv_state, state = rows.fields
@@ -145,7 +146,7 @@ class GatedDeltaNet(nn.Module):
             state_ops.gated_delta_step(
                 out, qkv, a, b, gate, *weights, *states, *rows.single, scale, self.norm.epsilon
             )
-        return multiply_some(self.out_proj, out_TC, tokens_L)
+        return self.out_proj.contribute(out_TC, tokens_L)
 
 
 class _DeltaNetSplit:

@@ -18,7 +18,8 @@ from vllm._custom_ops import state_space as state_ops
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import RowParallelLinear, multiply_some
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
 from vllm.model_executor.layers.state import (
     CausalConv,
@@ -125,7 +126,7 @@ class Mamba2Mixer(PackedModule):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what `tokens_L` get for the residual stream, and move the states on; see Mixer."""
         rows = StateRows.read(self._layer, batch, attention)
         conv_state, state = rows.fields
@@ -158,7 +159,7 @@ class Mamba2Mixer(PackedModule):
             )  # fmt: skip
         if not has_whole_groups:
             out_TC = self._norm_over_ranks(out_TC, gate_TC)
-        return multiply_some(self.out_proj, out_TC, tokens_L)
+        return self.out_proj.contribute(out_TC, tokens_L)
 
     def _norm_over_ranks(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
         """Norm channels of which every rank holds a part."""

@@ -34,8 +34,8 @@ from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    multiply_some,
 )
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.types import DType
 from vllm.utils.tensors import from_torch_dtype
@@ -155,7 +155,7 @@ class LatentAttentionBlock(nn.Module):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what the attention gives to the residual stream; see Mixer."""
         sizes = self._sizes
         asked = self.query_up(self._project_query(x_TE))
@@ -168,7 +168,7 @@ class LatentAttentionBlock(nn.Module):
             query_THD = asked_THD.new_empty(*asked_THD.shape[:2], sizes.row)
             self._place_rows(asked_THD, row_T1D, query_THD[:, :, sizes.latent :], batch, attention)
             self.attend_absorbed(value_THV, asked_THD, query_THD, row_T1D, batch, attention)
-            return multiply_some(self.out, value_THV.flatten(1), tokens_L)
+            return self.out.contribute(value_THV.flatten(1), tokens_L)
         self._place_rows(asked_THD, row_T1D, asked_THD[:, :, sizes.nope :], batch, attention)
         num_tokens = 0
         if rows.absorbed is not None:
@@ -183,7 +183,7 @@ class LatentAttentionBlock(nn.Module):
         self.attend_expanded(
             value_THV[num_tokens:], asked_THD[num_tokens:], row_T1D[num_tokens:], rows, attention
         )
-        return multiply_some(self.out, value_THV.flatten(1), tokens_L)
+        return self.out.contribute(value_THV.flatten(1), tokens_L)
 
     def plan_rows(self, batch: ForwardBatch, attention: AttentionState) -> LatentRows:
         """Return how the rows of a step are served by all layers of these sizes."""

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.distributed.parallel_state import TensorParallel
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    RowParallelLinear,
-    multiply_some,
-)
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.row_select_linear import RowSelection
 from vllm.model_executor.layers.state import CausalConv, StateRows, make_state_spec
 from vllm.utils.tensors import from_torch_dtype
@@ -70,10 +67,10 @@ class ShortConv(nn.Module):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what `tokens_L` get for the residual stream, and move the states on; see Mixer."""
         rows = StateRows.read(self._layer, batch, attention)
         (state,) = rows.fields
         before_TC, after_TC, given_TC = self.in_proj(x_TE).chunk(3, dim=-1)
         out_TC = self.conv.forward_gated(before_TC, given_TC, after_TC, state, rows)
-        return multiply_some(self.out_proj, out_TC, tokens_L)
+        return self.out_proj.contribute(out_TC, tokens_L)

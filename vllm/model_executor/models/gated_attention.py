@@ -19,7 +19,8 @@ from vllm._custom_ops.activation import mul_sigmoid
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec
-from vllm.model_executor.layers.linear import RowParallelLinear, multiply_some, split_kv_heads
+from vllm.model_executor.layers.linear import RowParallelLinear, split_kv_heads
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
 from vllm.model_executor.models.blocks import BlockContext
 from vllm.model_executor.models.heads import attend_heads
@@ -112,7 +113,7 @@ class GatedAttention(nn.Module):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what the attention gives to the residual stream; see Mixer."""
         gate_and_qkv = self.qkv(x_TE)
         gate_TC, qkv_TX = gate_and_qkv[:, : self._gate_size], gate_and_qkv[:, self._gate_size :]
@@ -121,10 +122,10 @@ class GatedAttention(nn.Module):
         ).flatten(1)
         if out_TC.is_cuda:
             mul_sigmoid(out_TC, gate_TC)
-            return multiply_some(self.out, out_TC, tokens_L)
+            return self.out.contribute(out_TC, tokens_L)
         # torch.sigmoid rounds an element by its place in memory; exp and division do not.
         gate_TC = 1.0 / (1.0 + torch.exp(-gate_TC.float()))
-        return multiply_some(self.out, out_TC * gate_TC.to(out_TC.dtype), tokens_L)
+        return self.out.contribute(out_TC * gate_TC.to(out_TC.dtype), tokens_L)
 
 
 def _query_rows(shape: AttentionShape, num_heads: int, first_head: int) -> RowSelection:

@@ -18,7 +18,8 @@ from vllm.batch import AttentionState, ForwardBatch
 from vllm.model_executor.layers.activation import resolve_gated_activation
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear, multiply_some
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.models.blocks import AttentionBlock, BlockContext, MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import FULL, check_layer_type
@@ -194,7 +195,7 @@ class Llama4AttentionBlock(AttentionBlock):
         batch: ForwardBatch,
         attention: AttentionState,
         tokens_L: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Product:
         """Return what the attention gives to the residual stream; see Mixer."""
         q_size, kv_size = self.qkv.q_size, self.qkv.kv_size
         q, k, v = self.qkv(x_TE).split((q_size, kv_size, kv_size), dim=-1)
@@ -207,7 +208,7 @@ class Llama4AttentionBlock(AttentionBlock):
         if self._growth:
             q_THD = (q_THD.float() * self._measure_growth(batch.positions)).to(q_THD.dtype)
         out_THD = self.attention(q_THD, k_THD, v_THD, batch, attention)
-        return multiply_some(self.out, out_THD.flatten(1), tokens_L)
+        return self.out.contribute(out_THD.flatten(1), tokens_L)
 
     def _measure_growth(self, positions_T: Tensor) -> Tensor:
         """Return the factor of each token's query, float32 [T, 1, 1]."""
