@@ -13,14 +13,16 @@ from tests.models.compare import make_prompts
 from tests.models.families import load_ours, randomize, read_config
 from tests.utils.fixtures_models import build_model
 from tests.utils.paged_driver import Generated, PagedDriver
-from tests.utils.product_parts import leave_parts
+from tests.utils.product_parts import finish_product, leave_parts
 from vllm._custom_ops.naive import linear as naive_linear
 from vllm._custom_ops.naive import norm as naive_norm
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.parts import ProductParts
 from vllm.model_executor.models.blocks import BlockContext
 from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.delta import Delta, add_and_norm
 from vllm.model_executor.models.rope_set import RopeSet
 
 NUM_PARTS = 3
@@ -167,17 +169,24 @@ def test_sums_over_ranks_and_biases_are_left_to_nobody(
         assert isinstance(layer.contribute(x, torch.tensor([], dtype=torch.int64)), torch.Tensor)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_finished_parts_are_what_the_ops_make_of_them(has_bias: bool) -> None:
+def test_parts_are_added_in_their_order_and_rounded_once() -> None:
     parts = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(3))
-    bias = torch.randn(64, generator=torch.Generator().manual_seed(4)).bfloat16()
-    product = ProductParts(parts_PTN=parts, bias_N=bias if has_bias else None, dtype=torch.bfloat16)
+    product = ProductParts(parts_PTN=parts, bias_N=None, dtype=torch.bfloat16)
     residual, out = torch.zeros(2, 5, 64, dtype=torch.bfloat16)
     naive_norm.add_parts_rms_norm(out, parts, residual, torch.ones(64).bfloat16(), 1e-6)
-    expected = (parts[0] + parts[1] + parts[2] + parts[3]) + (bias.float() if has_bias else 0.0)
-    assert torch.equal(product.finish(), expected.bfloat16())
-    assert has_bias or torch.equal(product.finish(), residual)
+    expected = (parts[0] + parts[1] + parts[2] + parts[3]).bfloat16()
+    assert torch.equal(residual, expected)
+    assert torch.equal(finish_product(product), expected)
     assert product.new_empty().shape == (5, 64)
+
+
+def test_parts_are_left_to_nobody_but_norms_of_the_stream() -> None:
+    parts = ProductParts(parts_PTN=torch.ones(2, 3, 64), bias_N=None, dtype=torch.bfloat16)
+    residual, norm = torch.zeros(3, 64), RMSNorm(64, 1e-6, torch.float32)
+    with pytest.raises(AssertionError, match="parts are left to norms"):
+        Delta(x_TE=parts, norm=None).finish()
+    with pytest.raises(AssertionError, match="parts are left to norms"):
+        add_and_norm(norm, Delta(x_TE=parts, norm=norm), residual)
 
 
 def test_the_twin_splits_any_k() -> None:

@@ -25,6 +25,14 @@ from vllm.model_executor.layers.parts import Product, ProductParts
 from vllm.model_executor.models import heads
 
 
+def finish_product(product: ProductParts) -> torch.Tensor:
+    """Return a product as what takes its parts sums and rounds it."""
+    total_TN = naive_linear.sum_parts(product.parts_PTN)
+    if product.bias_N is not None:
+        total_TN += product.bias_N
+    return total_TN.to(product.dtype)
+
+
 @contextmanager
 def leave_parts(num_parts: int, *, finish: bool) -> Iterator[Counter[str]]:
     """Have products of few rows leave so many parts while the block runs.
@@ -41,7 +49,7 @@ def leave_parts(num_parts: int, *, finish: bool) -> Iterator[Counter[str]]:
 
     def multiply_at_once(self: Linear, x_TK: torch.Tensor) -> Product:
         product = multiply(self, x_TK)
-        return product.finish() if isinstance(product, ProductParts) else product
+        return finish_product(product) if isinstance(product, ProductParts) else product
 
     def add_parts_rms_norm(*args: Any) -> None:
         found["norm"] += 1

@@ -32,14 +32,5 @@ class ProductParts:
         """Return uninitialised memory for the product, [T, N]."""
         return self.parts_PTN.new_empty(self.parts_PTN.shape[1:], dtype=self.dtype)
 
-    def finish(self) -> Tensor:
-        """Return the product, as what takes the parts sums and rounds it."""
-        total_TN = self.parts_PTN[0].clone()
-        for part_TN in self.parts_PTN[1:]:
-            total_TN += part_TN
-        if self.bias_N is not None:
-            total_TN += self.bias_N
-        return total_TN.to(self.dtype)
-
 
 Product = Tensor | ProductParts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.parts import Product, ProductParts
+from vllm.model_executor.layers.parts import Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,13 @@ class Delta:
 
     def finish(self) -> Tensor:
         """Return what is to be added."""
-        x_TE = self.x_TE.finish() if isinstance(self.x_TE, ProductParts) else self.x_TE
-        return x_TE if self.norm is None else self.norm.apply_in_place(x_TE)
+        return self.whole_TE if self.norm is None else self.norm.apply_in_place(self.whole_TE)
+
+    @property
+    def whole_TE(self) -> Tensor:
+        """`x_TE` where it is not for a norm of the residual stream, which alone takes parts."""
+        assert isinstance(self.x_TE, Tensor), "parts are left to norms of the residual stream only"
+        return self.x_TE
 
 
 def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Tensor:
@@ -38,8 +43,7 @@ def add_and_norm(norm: RMSNorm, delta: Delta | None, residual_TE: Tensor) -> Ten
         return norm(residual_TE)
     if delta.norm is None:
         return norm.add_and_norm(delta.x_TE, residual_TE)
-    assert isinstance(delta.x_TE, Tensor), "no product is left in parts before a norm of its own"
-    return norm.norm_add_and_norm(delta.norm, delta.x_TE, residual_TE)
+    return norm.norm_add_and_norm(delta.norm, delta.whole_TE, residual_TE)
 
 
 def spread(hidden_TE: Tensor, cuts: Sequence[Tensor], num_tokens: int) -> Tensor:
