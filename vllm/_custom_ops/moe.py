@@ -140,25 +140,27 @@ def fused_biased_experts(
     alpha: float,
     limit: float,
 ) -> None:
-    """Run each token through its chosen experts, as gpt-oss has them, on a GPU.
+    """Run each token through its chosen experts, as gpt-oss has them.
 
     An expert is down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit`, up within plus
     and minus `limit`; its two products are rounded. Sums as in `fused_experts`.
 
     Args:
-        out: [T, hidden]; not `x`.
+        out: float32 or bfloat16 [T, hidden]; not `x`.
         x: like `out`.
-        gate_up: plain [E, 2 * intermediate, hidden], rows gate 0, up 0, gate 1, up 1 ...
+        gate_up: [E, ...], packed [2 * intermediate, hidden] of each expert, rows gate 0, up 0,
+            gate 1, up 1 ...; on a GPU plain, contiguous.
         gate_up_bias: [E, 2 * intermediate].
-        down: plain [E, hidden, intermediate].
+        down: [E, ...], packed [hidden, intermediate] of each expert; on a GPU plain.
         down_bias: [E, hidden], or None where another rank adds it.
         topk_weights: float32 [T, k].
-        topk_ids: int32 [T, k]; those outside of 0..E-1 count for nothing.
+        topk_ids: int32 [T, k], each in 0..E-1; on a GPU others count for nothing.
         alpha: slope of the gate's sigmoid.
         limit: bound of gate and up.
 
     Raises:
-        ShapeError: an argument has the wrong shape, stride or dtype.
+        ShapeError: an argument has the wrong shape, stride or dtype, or an expert number lies
+            outside; nothing is written then.
     """
     C.fused_biased_experts(
         out, x, gate_up, gate_up_bias, down, down_bias, topk_weights, topk_ids, alpha, limit
@@ -168,19 +170,20 @@ def fused_biased_experts(
 def fused_relu2_experts(
     out: Tensor, x: Tensor, up: Tensor, down: Tensor, topk_weights: Tensor, topk_ids: Tensor
 ) -> None:
-    """Run each token through its chosen experts, down(relu(up(x)) ** 2), on a GPU.
+    """Run each token through its chosen experts, down(relu(up(x)) ** 2).
 
     Both products and the square are rounded. Sums as in `fused_experts`.
 
     Args:
-        out: [T, hidden]; not `x`.
+        out: float32 or bfloat16 [T, hidden]; not `x`.
         x: like `out`.
-        up: plain [E, intermediate, hidden].
-        down: plain [E, hidden, intermediate].
+        up: [E, ...], packed [intermediate, hidden] of each expert; on a GPU plain, contiguous.
+        down: [E, ...], packed [hidden, intermediate] of each expert; on a GPU plain.
         topk_weights: float32 [T, k].
-        topk_ids: int32 [T, k]; those outside of 0..E-1 count for nothing.
+        topk_ids: int32 [T, k], each in 0..E-1; on a GPU others count for nothing.
 
     Raises:
-        ShapeError: an argument has the wrong shape, stride or dtype.
+        ShapeError: an argument has the wrong shape, stride or dtype, or an expert number lies
+            outside; nothing is written then.
     """
     C.fused_relu2_experts(out, x, up, down, topk_weights, topk_ids)

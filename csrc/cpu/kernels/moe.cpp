@@ -1,10 +1,11 @@
-// Routing to experts, and their gated MLPs over pairs of (token, expert) grouped by expert.
+// Routing to experts, and their MLPs over pairs of (token, expert) grouped by expert.
 #include "cpu/kernels/moe.h"
 
-#include "cpu/gemm.h"
+#include "cpu/gemm_share.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/rows/activation.h"
+#include "cpu/rows/expert_activation.h"
 
 namespace VLLM_KERNEL_NAMESPACE {
 
@@ -70,45 +71,31 @@ template <typename T>
 struct Buffers {
   static constexpr int64_t kGap = 64 / static_cast<int64_t>(sizeof(T));
 
-  int64_t hidden_stride, gate_up_stride, inner_stride;
-  T *x, *gate_up, *inner, *y;
+  int64_t hidden_stride, first_stride, inner_stride;
+  T *x, *first, *inner, *y;
 
-  Buffers(int64_t pairs, int64_t hidden, int64_t intermediate)
-      : hidden_stride(padded(hidden)),
-        gate_up_stride(padded(2 * intermediate)),
-        inner_stride(padded(intermediate)) {
-    const int64_t elements = pairs * (2 * hidden_stride + gate_up_stride + inner_stride);
+  explicit Buffers(const ExpertsArgs& args)
+      : hidden_stride(padded(args.hidden)),
+        first_stride(padded(args.experts.first_size)),
+        inner_stride(padded(args.experts.inner)) {
+    const int64_t pairs = args.tokens * args.k;
+    const int64_t elements = pairs * (2 * hidden_stride + first_stride + inner_stride);
     x = static_cast<T*>(
         thread_scratch(Scratch::kExperts, static_cast<size_t>(elements) * sizeof(T)));
-    gate_up = x + pairs * hidden_stride;
-    inner = gate_up + pairs * gate_up_stride;
+    first = x + pairs * hidden_stride;
+    inner = first + pairs * first_stride;
     y = inner + pairs * inner_stride;
   }
   static int64_t padded(int64_t n) { return (n + kGap - 1) / kGap * kGap + kGap; }
 };
 
-template <typename T>
-struct RowStore {
-  T* out;
-  int64_t stride, n;
-  int64_t column;  // first column of the block
-
-  VLLM_INLINE void operator()(int64_t row, int v, Vec value) const {
-    const int64_t c = column + v * kLanes;
-    if (c + kLanes <= n) {
-      store(out + row * stride + c, value);
-    } else if (c < n) {
-      store_n(out + row * stride + c, value, n - c);
-    }
-  }
-};
-
-// This thread's share of out = x · W^T for all experts. Blocks of all experts lie on one line whose
-// unit is the cost of a block, and each thread takes an equal part of it.
+// This thread's share of out = x · W^T + bias for all experts. Blocks of all experts lie on one
+// line whose unit is the cost of a block, and each thread takes an equal part of it.
 template <typename T>
 void multiply_experts(const ExpertsArgs& args, T* out, int64_t out_stride, const T* x,
-                      int64_t x_stride, const T* packed, int64_t n, int64_t k, int64_t thread,
-                      int64_t threads) {
+                      int64_t x_stride, const void* stack, const void* biases, int64_t n, int64_t k,
+                      int64_t thread, int64_t threads) {
+  const T* packed = static_cast<const T*>(stack);
   const int64_t blocks = num_blocks(n), block_size = block_elements<T>(k);
   const auto rows_of = [&](int64_t e) {
     return args.pair_ends[e] - (e == 0 ? 0 : args.pair_ends[e - 1]);
@@ -117,10 +104,10 @@ void multiply_experts(const ExpertsArgs& args, T* out, int64_t out_stride, const
     return rows_of(e) == 0 ? 0 : rows_of(e) + kMaxTileRows;  // of one block
   };
   int64_t total = 0;
-  for (int64_t e = 0; e < args.experts; ++e) total += blocks * cost_of(e);
+  for (int64_t e = 0; e < args.experts.count; ++e) total += blocks * cost_of(e);
   const int64_t begin = total * thread / threads, end = total * (thread + 1) / threads;
   int64_t base = 0;
-  for (int64_t e = 0; e < args.experts && base < end; ++e) {
+  for (int64_t e = 0; e < args.experts.count && base < end; ++e) {
     const int64_t cost = cost_of(e), rows = rows_of(e);
     if (rows == 0) continue;
     const auto first_block_from = [&](int64_t place) {
@@ -129,14 +116,15 @@ void multiply_experts(const ExpertsArgs& args, T* out, int64_t out_stride, const
     };
     const int64_t first = first_block_from(begin), last = first_block_from(end);
     const int64_t first_row = args.pair_ends[e] - rows;
+    const T* bias = biases == nullptr ? nullptr : static_cast<const T*>(biases) + e * n;
     for (int64_t row = 0; row < rows; row += kRowsOfCache) {
       const int64_t height = rows - row < kRowsOfCache ? rows - row : kRowsOfCache;
       for (int64_t block = first; block < last; ++block) {
         const T* w = packed + (e * blocks + block) * block_size;
-        multiply_block(
-            x + (first_row + row) * x_stride, x_stride, height, w, k,
-            block + 1 < last ? w + block_size : nullptr,
-            RowStore<T>{out + (first_row + row) * out_stride, out_stride, n, block * kBlockCols});
+        multiply_block(x + (first_row + row) * x_stride, x_stride, height, w, k,
+                       block + 1 < last ? w + block_size : nullptr,
+                       ColumnStore<T, T>{out + (first_row + row) * out_stride, out_stride, n, bias,
+                                         block * kBlockCols});
       }
     }
     base += blocks * cost;
@@ -144,16 +132,19 @@ void multiply_experts(const ExpertsArgs& args, T* out, int64_t out_stride, const
 }
 
 template <typename T>
-void activate_row(Activation activation, T* out, const T* gate_up, int64_t n) {
-  switch (activation) {
-    case Activation::kSilu:
-      return act_and_mul_row<Silu>(out, gate_up, gate_up + n, n);
-    case Activation::kGelu:
-      return act_and_mul_row<Gelu>(out, gate_up, gate_up + n, n);
-    case Activation::kGeluTanh:
-      return act_and_mul_row<GeluTanh>(out, gate_up, gate_up + n, n);
-    case Activation::kGeluQuick:
-      return act_and_mul_row<GeluQuick>(out, gate_up, gate_up + n, n);
+void activate_row(const Experts& experts, T* out, const T* x) {
+  const int64_t n = experts.inner;
+  switch (experts.activation) {
+    case ExpertActivation::kSilu:
+      return act_and_mul_row<Silu>(out, x, x + n, n);
+    case ExpertActivation::kGelu:
+      return act_and_mul_row<Gelu>(out, x, x + n, n);
+    case ExpertActivation::kGeluTanh:
+      return act_and_mul_row<GeluTanh>(out, x, x + n, n);
+    case ExpertActivation::kClamped:
+      return clamped_gate_row(out, x, n, experts.alpha, experts.limit);
+    case ExpertActivation::kRelu2:
+      return act_row<Relu2>(out, x, n);
   }
 }
 
@@ -177,7 +168,8 @@ void combine_token(const ExpertsArgs& args, int64_t token, const Buffers<T>& buf
 template <typename T>
 void run_experts(const ExpertsArgs& args) {
   const int64_t pairs = args.tokens * args.k;
-  const Buffers<T> b(pairs, args.hidden, args.inner);
+  const Buffers<T> b(args);
+  const Experts& experts = args.experts;
 #pragma omp parallel
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -189,16 +181,15 @@ void run_experts(const ExpertsArgs& args) {
                   static_cast<size_t>(args.hidden) * sizeof(T));
     }
 #pragma omp barrier
-    multiply_experts(args, b.gate_up, b.gate_up_stride, b.x, b.hidden_stride,
-                     static_cast<const T*>(args.w13), 2 * args.inner, args.hidden, thread, threads);
+    multiply_experts(args, b.first, b.first_stride, b.x, b.hidden_stride, experts.first,
+                     experts.first_bias, experts.first_size, args.hidden, thread, threads);
 #pragma omp barrier
     for (int64_t p = first_pair; p < last_pair; ++p) {
-      activate_row(args.activation, b.inner + p * b.inner_stride, b.gate_up + p * b.gate_up_stride,
-                   args.inner);
+      activate_row(experts, b.inner + p * b.inner_stride, b.first + p * b.first_stride);
     }
 #pragma omp barrier
-    multiply_experts(args, b.y, b.hidden_stride, b.inner, b.inner_stride,
-                     static_cast<const T*>(args.w2), args.hidden, args.inner, thread, threads);
+    multiply_experts(args, b.y, b.hidden_stride, b.inner, b.inner_stride, experts.second,
+                     experts.second_bias, args.hidden, experts.inner, thread, threads);
 #pragma omp barrier
     for (int64_t t = args.tokens * thread / threads; t < args.tokens * (thread + 1) / threads;
          ++t) {

@@ -200,14 +200,4 @@ OPS = {
     "fused_biased_experts": fused_biased_experts,
     "fused_relu2_experts": fused_relu2_experts,
 }
-SCHEMAS = {
-    "fused_biased_experts": (
-        "fused_biased_experts(Tensor(a!) out, Tensor x, Tensor gate_up, Tensor gate_up_bias, "
-        "Tensor down, Tensor? down_bias, Tensor topk_weights, Tensor topk_ids, float alpha, "
-        "float limit) -> ()"
-    ),
-    "fused_relu2_experts": (
-        "fused_relu2_experts(Tensor(a!) out, Tensor x, Tensor up, Tensor down, "
-        "Tensor topk_weights, Tensor topk_ids) -> ()"
-    ),
-}
+SCHEMAS: dict[str, str] = {}

@@ -11,50 +11,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
 from vllm._custom_ops import moe as moe_ops
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.weight_place import PackedModule, Shard, WeightPlace
-
-
-class _ExpertMatrices(nn.Module):
-    """One matrix and one bias for each expert: y = x W^T + b."""
-
-    packed: Tensor | None
-
-    def __init__(self, num_experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_rows = rows
-
-        def make(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype), requires_grad=False)
-
-        self.weight: nn.Parameter | None = make(rows, columns)
-        self.bias = make(rows)
-        self.register_buffer("packed", None, persistent=False)
-
-    def view_transposed(self) -> Tensor:
-        """Return the weights as [N, columns, rows], the form of checkpoints."""
-        assert self.weight is not None, "weights are packed already"
-        return self.weight.data.transpose(1, 2)
-
-    def pack(self) -> None:
-        if self.weight is None or self.weight.device.type != "cpu":
-            return
-        self.packed = linear_ops.pack_weight_stack(self.weight.data)
-        self.weight = None
-
-    def multiply(self, expert: int, x_TK: Tensor, *, has_bias: bool = True) -> Tensor:
-        bias = self.bias[expert] if has_bias else None
-        if self.packed is None:
-            assert self.weight is not None
-            return F.linear(x_TK, self.weight[expert], bias)
-        out_TN = x_TK.new_empty(x_TK.shape[0], self.num_rows)
-        linear_ops.linear(out_TN, x_TK, self.packed[expert], bias)
-        return out_TN
 
 
 class BiasedExperts(PackedModule):
@@ -66,8 +28,8 @@ class BiasedExperts(PackedModule):
         limit: gate is at most this, up lies within plus and minus this.
 
     Attributes:
-        gate_up: matrices [2 I, E], rows gate 0, up 0, gate 1, up 1 ...
-        down: matrices [E, I].
+        gate_up: [N, 2 I, E], rows gate 0, up 0, gate 1, up 1 ..., with gate_up_bias [N, 2 I].
+        down: [N, E, I], with down_bias [N, E]; both stacks are packed by `pack` on a CPU.
     """
 
     fields: ClassVar[tuple[str, ...]] = (
@@ -96,8 +58,10 @@ class BiasedExperts(PackedModule):
         self.alpha = alpha
         self.limit = limit
         self._rank = tp.rank
-        self.gate_up = _ExpertMatrices(num_experts, 2 * self.inner_size, hidden_size, dtype)
-        self.down = _ExpertMatrices(num_experts, hidden_size, self.inner_size, dtype)
+        self.gate_up = _make(num_experts, 2 * self.inner_size, hidden_size, dtype=dtype)
+        self.gate_up_bias = _make(num_experts, 2 * self.inner_size, dtype=dtype)
+        self.down = _make(num_experts, hidden_size, self.inner_size, dtype=dtype)
+        self.down_bias = _make(num_experts, hidden_size, dtype=dtype)
 
     def place(self, field: str, shard: Shard) -> WeightPlace:
         """See HoldsWeights; a checkpoint stores all experts of a layer in one tensor, [N, in, out].
@@ -109,25 +73,26 @@ class BiasedExperts(PackedModule):
         start = self._rank * self.inner_size
         shape: tuple[int, ...]
         if field == "gate_up_proj":
-            shape, target = (count, hidden, 2 * total), self.gate_up.view_transposed()
+            shape, target = (count, hidden, 2 * total), self.gate_up.data.transpose(1, 2)
             return WeightPlace(shape=shape, target=target, axis=2, start=2 * start)
         if field == "gate_up_proj_bias":
-            shape, target = (count, 2 * total), self.gate_up.bias.data
+            shape, target = (count, 2 * total), self.gate_up_bias.data
             return WeightPlace(shape=shape, target=target, axis=1, start=2 * start)
         if field == "down_proj":
-            shape, target = (count, total, hidden), self.down.view_transposed()
+            shape, target = (count, total, hidden), self.down.data.transpose(1, 2)
             return WeightPlace(shape=shape, target=target, axis=1, start=start)
-        return WeightPlace(shape=(count, hidden), target=self.down.bias.data)
+        return WeightPlace(shape=(count, hidden), target=self.down_bias.data)
 
     def pack(self) -> None:
-        """Bring the experts into the CPU kernel's layout, free the originals; no-op elsewhere."""
-        self.gate_up.pack()
-        self.down.pack()
+        """See PackedModule; no-op but on a CPU."""
+        if self.gate_up.device.type == "cpu":
+            self.gate_up.data = linear_ops.pack_weight_stack(self.gate_up.data)
+            self.down.data = linear_ops.pack_weight_stack(self.down.data)
 
     def forward(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
-        They are added up in the order of their numbers on a CPU, of the choices on a GPU.
+        They are added up in the order of the choices.
 
         Args:
             x_TE: hidden states.
@@ -137,25 +102,14 @@ class BiasedExperts(PackedModule):
         Returns:
             [T, E], this rank's part of the sum; the caller adds the ranks up.
         """
-        if x_TE.is_cuda:
-            return self._run_fused(x_TE, weights_TK, ids_TK)
-        total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
-        for expert in ids_TK.unique().tolist():
-            tokens, places = torch.where(ids_TK == expert)
-            part_TE = self._run_expert(expert, x_TE[tokens])
-            total_TE.index_add_(0, tokens, part_TE.float() * weights_TK[tokens, places, None])
-        return total_TE.to(x_TE.dtype)
-
-    def _run_fused(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        assert self.gate_up.weight is not None and self.down.weight is not None
         out_TE = torch.empty_like(x_TE)
         moe_ops.fused_biased_experts(
             out_TE,
             x_TE,
-            self.gate_up.weight,
-            self.gate_up.bias,
-            self.down.weight,
-            self.down.bias if self._rank == 0 else None,  # the ranks' parts are added up
+            self.gate_up,
+            self.gate_up_bias,
+            self.down,
+            self.down_bias if self._rank == 0 else None,  # the ranks' parts are added up
             weights_TK,
             ids_TK,
             self.alpha,
@@ -163,11 +117,6 @@ class BiasedExperts(PackedModule):
         )
         return out_TE
 
-    def _run_expert(self, expert: int, x_TE: Tensor) -> Tensor:
-        gate_up = self.gate_up.multiply(expert, x_TE).float()
-        gate_TI = gate_up[:, 0::2].clamp(max=self.limit)
-        up_TI = gate_up[:, 1::2].clamp(min=-self.limit, max=self.limit)
-        # torch.sigmoid rounds an element by its place in memory; exp and division do not.
-        inner_TI = (up_TI + 1.0) * (gate_TI / (1.0 + torch.exp(gate_TI * -self.alpha)))
-        # The ranks' parts are added up: only one of them brings the bias.
-        return self.down.multiply(expert, inner_TI.to(x_TE.dtype), has_bias=self._rank == 0)
+
+def _make(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm._custom_ops import linear as linear_ops
@@ -46,7 +45,6 @@ class Relu2Experts(PackedModule):
         self._total = inner_size
         self._inner = tp.split(inner_size, "intermediate size of the experts")
         self._start = tp.rank * self._inner
-        self._is_packed = False
         up = torch.empty(num_experts, self._inner, input_size, dtype=dtype)
         down = torch.empty(num_experts, input_size, self._inner, dtype=dtype)
         self.up = nn.Parameter(up, requires_grad=False)
@@ -72,39 +70,20 @@ class Relu2Experts(PackedModule):
 
     def pack(self) -> None:
         """See PackedModule; no-op but on a CPU."""
-        if self._is_packed or self.up.device.type != "cpu":
-            return
-        self.up.data = linear_ops.pack_weight_stack(self.up.data)
-        self.down.data = linear_ops.pack_weight_stack(self.down.data)
-        self._is_packed = True
+        if self.up.device.type == "cpu":
+            self.up.data = linear_ops.pack_weight_stack(self.up.data)
+            self.down.data = linear_ops.pack_weight_stack(self.down.data)
 
     def forward(self, x_TL: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, L], this rank's part of it.
+
+        They are added up in the order of the choices.
 
         Args:
             x_TL: inputs.
             weights_TK: float32.
             ids_TK: int32.
         """
-        if x_TL.is_cuda:
-            out_TL = torch.empty_like(x_TL)
-            moe_ops.fused_relu2_experts(out_TL, x_TL, self.up, self.down, weights_TK, ids_TK)
-            return out_TL
-        num_chosen = ids_TK.shape[1]
-        parts_TKL = x_TL.new_empty(x_TL.shape[0], num_chosen, self._input_size)
-        for expert in torch.unique(ids_TK).tolist():
-            tokens, choices = torch.where(ids_TK == expert)
-            inner = self._multiply(self.up, expert, x_TL[tokens], self._inner)
-            inner = torch.relu(inner).square()
-            parts_TKL[tokens, choices] = self._multiply(self.down, expert, inner, self._input_size)
-        total_TL = parts_TKL[:, 0].float() * weights_TK[:, :1]
-        for choice in range(1, num_chosen):  # in a fixed order
-            total_TL += parts_TKL[:, choice].float() * weights_TK[:, choice : choice + 1]
-        return total_TL.to(x_TL.dtype)
-
-    def _multiply(self, stack: Tensor, expert: int, x: Tensor, output_size: int) -> Tensor:
-        if not self._is_packed:
-            return F.linear(x, stack[expert])
-        out = x.new_empty(x.shape[0], output_size)
-        linear_ops.linear(out, x, stack[expert])
-        return out
+        out_TL = torch.empty_like(x_TL)
+        moe_ops.fused_relu2_experts(out_TL, x_TL, self.up, self.down, weights_TK, ids_TK)
+        return out_TL
