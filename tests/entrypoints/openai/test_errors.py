@@ -116,6 +116,44 @@ def test_body_that_is_no_json(hello: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (b'"prompt": "\xe9"', "can't decode byte 0xe9"),
+        (b'"prompt": ' + b"[" * 100_000, "recursion depth"),
+        (b'"seed": ' + b"9" * 5000, "4300 digits"),
+        (b'"prompt": a', "Expecting value"),
+    ],
+    ids=["latin-1", "deep", "long number", "no JSON"],
+)
+def test_body_that_cannot_be_read_says_why(hello: Any, fields: bytes, words: str) -> None:
+    headers = {"content-type": "application/json"}
+    body = b'{"model": "chain", ' + fields + b"}"
+    reply = hello.http.post("/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 400
+    assert words in reply.json()["message"]
+    assert "JSON" in reply.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("max_tokens", -1, "greater than or equal to 0, got -1"),
+        ("top_p", "much", 'got "much"'),
+        ("stream", 2, "got 2"),
+        ("stop", [["a"]], "got a list"),
+        ("logit_bias", {"7": {}}, "got an object"),
+        ("seed", "é" * 500, "…"),
+    ],
+    ids=str,
+)
+def test_a_value_of_a_wrong_kind_is_shown(hello: Any, field: str, value: Any, words: str) -> None:
+    error = hello.post("/v1/completions", **{"prompt": "a", field: value}).json()
+    assert error["param"] == field
+    assert words in error["message"]
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         '"prompt": "\\ud800"',

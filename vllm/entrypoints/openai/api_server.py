@@ -157,6 +157,8 @@ async def _answer_http_exception(request: Request, cause: Exception) -> Response
     status = HTTPStatus(cause.status_code)
     kind = "NotFoundError" if status is HTTPStatus.NOT_FOUND else "BadRequestError"
     message = f"{cause.detail}: {request.method} {request.url.path}"
+    if cause.__cause__ is not None and status is HTTPStatus.BAD_REQUEST:
+        message = f"The body cannot be read as JSON: {cause.__cause__}"
     response = error_response(ApiError(message, status=status, kind=kind))
     response.headers.update(cause.headers or {})
     return response

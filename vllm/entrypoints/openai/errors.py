@@ -6,6 +6,7 @@ here. No handler builds an error body of its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +20,11 @@ logger = init_logger(__name__)
 
 _BODY_FIELDS = {"prompt_token_ids": "prompt", "beam_width": "n"}
 """Fields of the Python API that have another name in bodies."""
+
+_SAYS_ENOUGH = ("missing", "value_error")
+"""Kinds of problems without a value of their own, or whose text, being ours, names it."""
+
+_MAX_SHOWN = 60  # characters of a wrong value in a message
 
 
 class ApiError(VllmError):
@@ -143,7 +149,18 @@ def _problem(problem: Mapping[str, Any]) -> tuple[str | None, str]:
     if not path:
         field, colon, _ = text.partition(":")
         return (field if colon and field.isidentifier() else None), text
-    return path[0], f"{'.'.join(path)}: {text}"
+    got = "" if kind in _SAYS_ENOUGH else f", got {_show(problem.get('input'))}"
+    return path[0], f"{'.'.join(path)}: {text}{got}"
+
+
+def _show(value: object) -> str:
+    """Return what a client sent, as it wrote it; long values shortened."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def raise_if_dead(engine: EngineClient) -> None:
