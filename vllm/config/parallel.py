@@ -11,11 +11,13 @@ class ParallelConfig:
 
     Attributes:
         distributed_executor_backend: "mp", "ray", or None for in process.
+        disable_custom_all_reduce: leave every sum over GPUs to NCCL.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    disable_custom_all_reduce: bool = False
 
     @property
     def world_size(self) -> int:

@@ -289,6 +289,7 @@ def _resolve_parallel(args: EngineArgs, model: ModelConfig) -> ParallelConfig:
     return ParallelConfig(
         tensor_parallel_size=size,
         distributed_executor_backend=backend or ("mp" if size > 1 else None),
+        disable_custom_all_reduce=args.disable_custom_all_reduce,
     )
 
 

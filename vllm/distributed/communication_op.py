@@ -5,6 +5,8 @@ Called by `TensorParallel` only. Knows nothing of models or of what the tensors 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,11 +33,15 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup, size: int) -> Tenso
     buffer, so that a token's bits would change with the batch it is in.
     """
     if dist.get_backend(group) != "gloo":
-        total = tensor.clone()
+        total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
-    parts = gather_tensors(tensor, group, size)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    return total.to(tensor.dtype)
+    return add_in_rank_order(gather_tensors(tensor, group, size))
+
+
+def add_in_rank_order(shares: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the ranks' shares, added in float32 and rounded once."""
+    total = shares[0].float()
+    for share in shares[1:]:
+        total = total + share
+    return total.to(shares[0].dtype)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vllm.distributed.communication_op import gather_ranks, sum_over_ranks
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllReduce
 from vllm.errors import ConfigError
 
 
@@ -27,7 +28,13 @@ class TensorParallel:
         size: number of ranks.
     """
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        short_sums: CustomAllReduce | None = None,
+    ) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"tensor parallel rank must lie in 0..{size - 1}, got {rank}")
         if size > 1 and group is None:
@@ -35,6 +42,7 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self._group = group
+        self._short_sums = short_sums
 
     @staticmethod
     def single() -> TensorParallel:
@@ -43,7 +51,13 @@ class TensorParallel:
 
     @staticmethod
     def connect(
-        rank: int, size: int, init_method: str, device: str = "cpu", timeout_s: float = 600.0
+        rank: int,
+        size: int,
+        init_method: str,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+        *,
+        has_custom_all_reduce: bool = True,
     ) -> TensorParallel:
         """Join the other ranks; blocks until all have come.
 
@@ -53,6 +67,8 @@ class TensorParallel:
             init_method: "tcp://host:port" or "file:///path", the same on every rank.
             device: "cpu" takes gloo, "cuda" takes NCCL on the GPU of the rank's number.
             timeout_s: seconds after which a collective with a missing rank fails.
+            has_custom_all_reduce: let our own kernel add up short tensors where GPUs reach each
+                other's memory.
         """
         if size == 1:
             return TensorParallel.single()
@@ -64,16 +80,26 @@ class TensorParallel:
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=torch.device("cuda", rank) if device == "cuda" else None,
         )
-        return TensorParallel(rank, size, dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        short_sums = None
+        if device == "cuda" and has_custom_all_reduce:
+            short_sums = CustomAllReduce.connect(rank, size, group, timeout_s)
+        return TensorParallel(rank, size, group, short_sums)
 
     def close(self) -> None:
         """Leave the group; safe to call twice."""
+        if self._short_sums is not None:
+            self._short_sums.close()
+        self._short_sums = None
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the ranks, the same bits on each and in any batch."""
+        if self._short_sums is not None and self._short_sums.can_sum(tensor):
+            return self._short_sums.sum(tensor)
         return tensor if self._group is None else sum_over_ranks(tensor, self._group, self.size)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:

@@ -133,7 +133,7 @@ _PARALLEL = (
     _switch("worker_use_ray", "old name of --distributed-executor-backend ray"),
     Flag(field="max_parallel_loading_workers", read=int, help="accepted; ranks load together"),
     _switch("ray_workers_use_nsight", "not served"),
-    _switch("disable_custom_all_reduce", "accepted; there is only the library's all-reduce"),
+    _switch("disable_custom_all_reduce", "leave sums over GPUs to NCCL"),
     Flag(field="override_neuron_config", read=parse_json_object, help="not served"),
 )
 

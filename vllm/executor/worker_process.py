@@ -67,7 +67,11 @@ def _serve(
         config = replace(config, load_config=replace(config.load_config, use_tqdm=False))
     parallel = config.parallel_config
     tp = TensorParallel.connect(
-        rank, parallel.tensor_parallel_size, init_method, config.device_config.device
+        rank,
+        parallel.tensor_parallel_size,
+        init_method,
+        config.device_config.device,
+        has_custom_all_reduce=not parallel.disable_custom_all_reduce,
     )
     if config.device_config.device == "cuda":
         from vllm.worker.gpu_setup import share_cache_folder  # noqa: PLC0415  brings Triton along
