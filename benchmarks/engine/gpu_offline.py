@@ -89,7 +89,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tied-experts", action="store_true", help="routers of zeros, see above")
     parser.add_argument("--start-together", action="store_true")
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="FIELD=WORD", help="other fields of the engine"
+        "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="other fields of the engine"
     )
     parser.add_argument(
         "--memory", nargs="*", default=[], metavar="SHAPE=SHARE", help="other shares of the card"
@@ -103,6 +103,15 @@ def read_works(text: str) -> tuple[tuple[int, int, int], ...]:
     """Read works such as 512:256:1,512:256:8."""
     works = (map(int, work.split(":")) for work in text.split(","))
     return tuple((num_in, num_out, batch) for num_in, num_out, batch in works)
+
+
+def read_field(text: str) -> tuple[str, Any]:
+    """Read a field of the engine, such as tensor_parallel_size=2 or kv_cache_dtype=fp8."""
+    field, _, value = text.partition("=")
+    try:
+        return field, json.loads(value)
+    except ValueError:
+        return field, value
 
 
 def tie_experts() -> None:
@@ -143,7 +152,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
             seed=0,
             enforce_eager=args.enforce_eager,
             enable_prefix_caching=not args.same_prompts,  # else no prompt but one were computed
-            **dict(pair.split("=") for pair in args.set),
+            **dict(read_field(pair) for pair in args.set),
         )
         vocab = SHAPES[name]["vocab_size"]
         rng = random.Random(0)
