@@ -365,6 +365,18 @@ def test_beam_search_is_no_lottery(llm: LLM) -> None:
     assert found[1:] == found[:-1]
 
 
+def test_one_text_and_what_is_none(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    assert llm.beam_search("AB", params) == llm.beam_search(["AB"], params)
+    with pytest.raises(TypeError, match="BeamSearchParams, got SamplingParams"):
+        llm.beam_search(["AB"], SamplingParams())
+    for wrong in (7, {"prompt": "AB"}):
+        with pytest.raises(TypeError, match="a list of token ids"):
+            llm.beam_search([wrong], params)
+    with pytest.raises(TypeError, match=r"prompts must be text.*got 5"):
+        llm.generate(5)
+
+
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["ABC", "ABC"], GREEDY)
     shown = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.utils.fixtures_models import chain_text
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
@@ -72,3 +73,33 @@ def test_unknown_arguments() -> None:
         LLM("somewhere", max_model_length=3)
     with pytest.raises(ConfigError, match="does not exist"):
         LLM("/no/such/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("enforce_eager", "false", "True or False"),
+        ("trust_remote_code", "no", "True or False"),
+        ("max_model_len", "512", "a number"),
+        ("gpu_memory_utilization", "0.5", "a number"),
+        ("tensor_parallel_size", [2], "a number"),
+        ("model", 5, "text"),
+        ("load_format", {"auto": 1}, "text"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_before_anything_is_read(
+    name: str, value: object, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {words}, got"):
+        LLM(**{"model": "/no/such/model", name: value})
+
+
+def test_arguments_that_stand_for_text_and_numbers_pass(tiny_models: TinyModels) -> None:
+    llm = LLM(
+        tiny_models.loop(),  # a path
+        enforce_eager=1,
+        gpu_memory_utilization=1,
+        num_gpu_blocks_override=64,
+        dtype=torch.float32,
+    )
+    assert run(llm, "A", SamplingParams(max_tokens=1))[0].finished

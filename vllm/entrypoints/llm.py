@@ -6,6 +6,7 @@ or raises and leaves nothing queued.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from vllm.beam_search import BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.entrypoints.argument_types import check_argument_types
 from vllm.entrypoints.offline_beam_search import search_beams
 from vllm.entrypoints.offline_requests import (
     attach_guided_options,
@@ -54,8 +56,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
-        tokenizer: str | None = None,
+        model: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | None = None,
         tokenizer_mode: str = "auto",
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
@@ -87,8 +89,8 @@ class LLM:
         """
         kwargs.setdefault("disable_log_stats", True)
         args = EngineArgs(
-            model=model,
-            tokenizer=tokenizer,
+            model=_as_text(model),
+            tokenizer=None if tokenizer is None else _as_text(tokenizer),
             tokenizer_mode=tokenizer_mode,
             skip_tokenizer_init=skip_tokenizer_init,
             trust_remote_code=trust_remote_code,
@@ -109,6 +111,7 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
             **kwargs,
         )
+        check_argument_types(args)
         self.llm_engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         self.request_counter = Counter()
 
@@ -223,14 +226,16 @@ class LLM:
         """Search for the likeliest answers to each prompt.
 
         Args:
-            prompts: texts or lists of ids.
+            prompts: texts or lists of ids; a text alone is one prompt.
             params: of the search; `beam_width` may be at most half of the engine's max_logprobs.
 
         Returns: for each prompt its best sequences, best first; tokens and text include the prompt.
 
-        Raises: RequestError if a prompt or the width cannot be served.
+        Raises:
+            RequestError: a prompt or the width cannot be served.
+            TypeError: something that is no prompt or no params.
         """
-        return search_beams(self, prompts, params)
+        return search_beams(self, [prompts] if isinstance(prompts, str) else prompts, params)
 
     def encode(
         self,
@@ -283,3 +288,7 @@ class LLM:
             engine.abort_request(i for i in ids if i not in finished)
             raise
         return [finished[i] for i in ids]
+
+
+def _as_text(name: str | os.PathLike[str]) -> str:
+    return os.fspath(name) if isinstance(name, os.PathLike) else name

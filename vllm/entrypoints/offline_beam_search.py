@@ -19,8 +19,14 @@ def search_beams(
 ) -> list[BeamSearchOutput]:
     """Run one search for each prompt; every step grows all beams of all prompts in one batch.
 
-    Raises: RequestError if a prompt or the width cannot be served.
+    Raises:
+        RequestError: a prompt or the width cannot be served.
+        TypeError: something that is no prompt or no params.
     """
+    if not isinstance(params, BeamSearchParams):
+        raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
+    if wrong := next((p for p in prompts if not isinstance(p, (str, Sequence))), None):
+        raise TypeError(f"a prompt must be text or a list of token ids, got {wrong!r}")
     tokenizer = llm.get_tokenizer()
     model = llm.llm_engine.model_config
     step_params = make_step_params(params, model.max_logprobs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.chat_template import parse_chat_messages, render_chat_template
@@ -32,22 +32,35 @@ def collect_prompts(
 ) -> list[PromptType]:
     """Return the prompts of a call, given in the new or the old way.
 
-    Raises: ValueError if none are given, or texts and ids differ in number.
+    Raises:
+        ValueError: none are given, or texts and ids differ in number.
+        TypeError: something that is no prompt and holds none.
     """
     if prompt_token_ids is None:
         if prompts is None:
             raise RequestError("no prompts are given")
-        return [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        return _as_list(prompts)
     rows = _as_rows(prompt_token_ids)
     if prompts is None:
         return [TokensPrompt(prompt_token_ids=row) for row in rows]
-    texts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    texts = _as_list(prompts)
     if len(texts) != len(rows):
         raise RequestError(
             f"{len(texts)} prompts but {len(rows)} lists of prompt_token_ids were given; give one "
             "each"
         )
     return texts
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(
+            "prompts must be text, a dict with 'prompt' or 'prompt_token_ids', or a list of them, "
+            f"got {prompts!r}"
+        )
+    return list(prompts)
 
 
 def _as_rows(ids: Any) -> list[list[int]]:
