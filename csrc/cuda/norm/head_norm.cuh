@@ -82,6 +82,19 @@ void dispatch_weight(ScalarType type, F&& f) {
   }
 }
 
+// Calls f(TypeTag<T>{}, TypeTag<W>{}) for rows of 16-bit numbers and their norm's weight.
+template <typename F>
+void dispatch_16_bits(ScalarType type, ScalarType weight_type, F&& f) {
+  const auto add_weight = [&]<typename T>(TypeTag<T> tag) {
+    dispatch_weight<T>(weight_type, [&](auto weight_tag) { f(tag, weight_tag); });
+  };
+  if (type == ScalarType::BFloat16) {
+    add_weight(TypeTag<bf16>{});
+  } else {
+    add_weight(TypeTag<half>{});
+  }
+}
+
 inline void check_norm_weight(const char* op, const char* name, const Tensor& weight,
                               const Tensor& x, int64_t n) {
   check_tensor(op, name, weight, 1);

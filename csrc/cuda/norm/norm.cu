@@ -109,8 +109,7 @@ void run_norm(const char* op, const Tensor& out, const Tensor& x, const Tensor* 
   check_like(op, "out", out, x);
   const int64_t n = x.size(x.dim() - 1), item = static_cast<int64_t>(x.element_size());
   check_norm_weight(op, "weight", weight, x, n);
-  const int64_t max_n = kMaxRowPacks * kMaxThreads * kPackBytes / item;
-  CHECK_ARG(n <= max_n, op, ": rows have ", n, " elements, allowed: up to ", max_n);
+  check_row_size(op, n, item);
   NormArgs args{.out = out.data_ptr(),
                 .x = x.data_ptr(),
                 .residual = nullptr,

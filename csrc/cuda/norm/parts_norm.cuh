@@ -10,8 +10,9 @@
 namespace vllm::cuda {
 
 inline constexpr int64_t kMaxPartsRow = 4096;
-inline constexpr int64_t kMaxRowBlocks = 8;   // in a cluster
-inline constexpr int64_t kMaxFewBlocks = 32;  // of all rows, see count_row_blocks
+inline constexpr int64_t kHalfRun = 32 * kPackBytes / 2;  // 16-bit numbers of a run
+inline constexpr int64_t kMaxRowBlocks = 8;               // in a cluster
+inline constexpr int64_t kMaxFewBlocks = 32;              // of all rows, see count_row_blocks
 
 struct PartsNormArgs {
   Parts parts;
@@ -76,22 +77,25 @@ inline unsigned count_row_blocks(const LaunchScope& scope, int64_t num_rows) {
   return static_cast<unsigned>(blocks);
 }
 
+inline bool serves_parts_norm(const Tensor& out, const Parts& parts, const Tensor& residual,
+                              const Tensor& weight) {
+  const int64_t n = residual.size(1), item = static_cast<int64_t>(residual.element_size());
+  const auto has_packs = [&](const Tensor& t) {
+    return is_packed(t.data_ptr(), {static_cast<uint32_t>(t.size(0)), 1, t.stride(0), 0}, n, item);
+  };
+  return parts.count <= kMaxFastParts && item == 2 && n > max_lane_row<bf16>(kMaxLanePacks) &&
+         n <= kMaxPartsRow && n % kHalfRun == 0 && residual.size(0) < kMaxRows &&
+         is_pack_aligned(parts.data) && is_pack_aligned(weight.data_ptr()) && has_packs(out) &&
+         has_packs(residual);
+}
+
 // Returns false, and launches nothing, where the kernel does not serve the shape.
 inline bool launch_parts_norm(const LaunchScope& scope, const Tensor& out, const Parts& parts,
                               const Tensor& residual, const Tensor& weight, double epsilon) {
-  const int64_t n = residual.size(1), item = static_cast<int64_t>(residual.element_size());
-  constexpr int64_t kRunItems = 32 * kPackBytes / 2;
-  const auto rows = [&](const Tensor& t) {
-    return Rows{static_cast<uint32_t>(t.size(0)), 1, t.stride(0), 0};
-  };
-  if (parts.count > kMaxFastParts || item != 2 || n > kMaxPartsRow || n % kRunItems != 0 ||
-      n <= max_lane_row<bf16>(kMaxLanePacks) || !is_pack_aligned(parts.data) ||
-      !is_pack_aligned(weight.data_ptr()) || !is_packed(out.data_ptr(), rows(out), n, item) ||
-      !is_packed(residual.data_ptr(), rows(residual), n, item) || residual.size(0) >= kMaxRows) {
-    return false;
-  }
+  if (!serves_parts_norm(out, parts, residual, weight)) return false;
+  const int64_t n = residual.size(1);
   const unsigned row_blocks = count_row_blocks(scope, residual.size(0));
-  const unsigned runs = static_cast<unsigned>(ceil_div(n / kRunItems, row_blocks));  // of a block
+  const unsigned runs = static_cast<unsigned>(ceil_div(n / kHalfRun, row_blocks));  // of a block
   const PartsNormArgs args{.parts = parts,
                            .out = out.data_ptr(),
                            .residual = residual.data_ptr(),
@@ -106,20 +110,13 @@ inline bool launch_parts_norm(const LaunchScope& scope, const Tensor& out, const
   const auto launch = [&]<typename T, typename W>(TypeTag<T>, TypeTag<W>) {
     dispatch_parts(parts.count, [&]<int kParts>(PartCount<kParts>) {
       const auto kernel = parts_norm_kernel<T, W, kParts>;
-      const BlockSharing sharing{.shared_bytes = sizeof(float) * kParts * runs * kRunItems,
+      const BlockSharing sharing{.shared_bytes = sizeof(float) * kParts * runs * kHalfRun,
                                  .cluster_blocks = row_blocks};
       is_served = prepare_sharing(kernel, sharing.shared_bytes);
       if (is_served) launch_sharing(scope, sharing, kernel, blocks, runs * 32, args);
     });
   };
-  const auto launch_type = [&]<typename T>(TypeTag<T> type) {
-    dispatch_weight<T>(weight.scalar_type(), [&](auto weight_type) { launch(type, weight_type); });
-  };
-  if (residual.scalar_type() == ScalarType::BFloat16) {
-    launch_type(TypeTag<bf16>{});
-  } else {
-    launch_type(TypeTag<half>{});
-  }
+  dispatch_16_bits(residual.scalar_type(), weight.scalar_type(), launch);
   return is_served;
 }
 

@@ -14,9 +14,9 @@ constexpr int max_row_threads(int packs) { return packs == 2 ? kMaxThreads / 2 :
 inline constexpr int kMaxRuns = kMaxRowPacks * kMaxThreads / 32;
 inline constexpr int64_t kFewRows = 264;  // two blocks for each processor of a large device
 
-template <typename T>
-constexpr int64_t max_row(int packs) {
-  return int64_t{packs} * kMaxThreads * Pack<T>::kSize;
+inline void check_row_size(const char* op, int64_t n, int64_t item) {
+  const int64_t max_n = kMaxRowPacks * kMaxThreads * kPackBytes / item;
+  CHECK_ARG(n <= max_n, op, ": rows have ", n, " elements, allowed: up to ", max_n);
 }
 
 // First element of pack p of this thread.

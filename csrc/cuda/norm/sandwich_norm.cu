@@ -61,8 +61,7 @@ SandwichArgs sandwich_args(const Tensor& x, const Tensor& residual, const Tensor
   check_norm_weight(kOp, "input_weight", x_weight, x, n);
   check_norm_weight(kOp, "weight", weight, x, n);
   check_dtype(kOp, "weight", weight, x_weight.scalar_type());
-  const int64_t max_n = kMaxRowPacks * kMaxThreads * kPackBytes / item;
-  CHECK_ARG(n <= max_n, kOp, ": rows have ", n, " elements, allowed: up to ", max_n);
+  check_row_size(kOp, n, item);
   SandwichArgs args{.x = x.data_ptr(),
                     .residual = residual.data_ptr(),
                     .x_weight = x_weight.data_ptr(),
@@ -78,13 +77,13 @@ SandwichArgs sandwich_args(const Tensor& x, const Tensor& residual, const Tensor
   return args;
 }
 
-void norm_add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& x_weight,
+void norm_add_rms_norm_op(const Tensor& input, const Tensor& residual, const Tensor& input_weight,
                           const Tensor& weight, double epsilon) {
-  const SandwichArgs args = sandwich_args(x, residual, x_weight, weight, epsilon);
+  const SandwichArgs args = sandwich_args(input, residual, input_weight, weight, epsilon);
   const uint32_t count = args.x_rows.count();
   if (count == 0 || args.n == 0) return;
-  const LaunchScope scope(x);
-  dispatch_float(x.scalar_type(), [&]<typename T>(TypeTag<T>) {
+  const LaunchScope scope(input);
+  dispatch_float(input.scalar_type(), [&]<typename T>(TypeTag<T>) {
     dispatch_weight<T>(weight.scalar_type(), [&]<typename W>(TypeTag<W>) {
       dispatch_row_packs(ceil_div(args.n, Pack<T>::kSize), count,
                          [&]<int kPacks>(RowPacks<kPacks>, unsigned threads) {

@@ -73,7 +73,7 @@ inline bool launch_qkv_parts(const LaunchScope& scope, const QkvArgs& args, Scal
     return false;
   }
   const int64_t num_groups = int64_t{args.tokens} * (args.num_heads + 2 * args.num_kv_heads);
-  const auto launch = [&]<typename T, typename W>(TypeTag<T>, TypeTag<W>) {
+  dispatch_16_bits(type, weight_type, [&]<typename T, typename W>(TypeTag<T>, TypeTag<W>) {
     dispatch_parts(parts.count, [&]<int kParts>(PartCount<kParts>) {
       const auto kernel = qkv_parts_kernel<T, W, kParts>;
       static_cast<void>(prepare_sharing(kernel, 0));  // no more than any block can have
@@ -82,15 +82,7 @@ inline bool launch_qkv_parts(const LaunchScope& scope, const QkvArgs& args, Scal
       launch_overlapping(scope, kernel, blocks, kGroupThreads, args, parts,
                          static_cast<const T*>(bias));
     });
-  };
-  const auto launch_type = [&]<typename T>(TypeTag<T> tag) {
-    dispatch_weight<T>(weight_type, [&](auto weight_tag) { launch(tag, weight_tag); });
-  };
-  if (type == ScalarType::BFloat16) {
-    launch_type(TypeTag<bf16>{});
-  } else {
-    launch_type(TypeTag<half>{});
-  }
+  });
   return true;
 }
 
