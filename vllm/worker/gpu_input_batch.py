@@ -24,14 +24,13 @@ from vllm.worker.block_table import GroupGeometry, Int64Array
 from vllm.worker.cut_batch import NO_CUTS, CutPoints
 from vllm.worker.device_table import DeviceBlockTable
 from vllm.worker.input_batch import BatchRow, InputBatch, want_logprobs
-from vllm.worker.mixed_rows import MixedRows, SentRows
+from vllm.worker.mixed_rows import SENT_ARRAYS, MixedRows, SentRows
 from vllm.worker.prompt_buffers import PromptBuffers
 from vllm.worker.prompt_size import PromptSize, find_prompt_size
 from vllm.worker.staging import StagingRing
 
 UNKNOWN_TOKEN = -1
 _NUM_COLUMNS = 3  # of a decode row: place, computed tokens, token
-_NUM_UPLOADS = 9  # arrays of a step that is not one of decode rows, each up to its tokens long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,8 @@ class GpuInputBatch(InputBatch):
         self._prompt_sizes = tuple(prompt_sizes)
         self._pad_row = num_rows
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        self._ring = StagingRing(max(_NUM_UPLOADS * max_num_batched_tokens, 1 << 16), device)
+        num_sent = len(SENT_ARRAYS) * max_num_batched_tokens  # about, where all are longest
+        self._ring = StagingRing(max(num_sent, 1 << 16), device)
         self._sampled_places: Tensor | None = None
         self._decode = self._make_decode_buffers(max((max_num_seqs, *decode_sizes)))
         self._prompts = PromptBuffers(prompt_sizes, self._device_tables, max_model_len, device)

@@ -7,7 +7,7 @@ Made by the GPU input batch once a step. No Python work for a single token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from torch import Tensor
@@ -84,18 +84,8 @@ class MixedRows:
         return np.diff(self.bounds)
 
     def list_sent(self) -> list[Int64Array]:
-        """Return what the device gets, in the order of SentRows."""
-        return [
-            self.token_ids,
-            self.token_rows,
-            self.positions,
-            self.rows,
-            self.computed_lens,
-            self.seq_lens,
-            self.bounds,
-            self.logits_rows,
-            self.sampled_rows,
-        ]
+        """Return what the device gets, in the order of SENT_ARRAYS."""
+        return [getattr(self, name) for name in SENT_ARRAYS]
 
     def pad(self, size: PromptSize, pad_row: int) -> MixedRows:
         """Return the step with as many rows and tokens as a size has.
@@ -139,7 +129,10 @@ class MixedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentRows:
-    """The arrays of MixedRows on the device, views of one tensor. All are int64."""
+    """The arrays of MixedRows on the device, views of one tensor. All are int64.
+
+    They are sent in the order in which they stand here.
+    """
 
     token_ids: Tensor
     token_rows: Tensor
@@ -154,18 +147,7 @@ class SentRows:
     @staticmethod
     def read(parts: Sequence[Tensor]) -> SentRows:
         """Name the parts of an upload."""
-        ids, token_rows, positions, rows, computed, seq_lens, bounds, logits, sampled = parts
-        return SentRows(
-            token_ids=ids,
-            token_rows=token_rows,
-            positions=positions,
-            rows=rows,
-            computed_lens=computed,
-            seq_lens=seq_lens,
-            bounds=bounds,
-            logits_rows=logits,
-            sampled_rows=sampled,
-        )
+        return SentRows(**dict(zip(SENT_ARRAYS, parts, strict=True)))
 
     @staticmethod
     def split(sent: Tensor, size: PromptSize) -> SentRows:
@@ -176,6 +158,10 @@ class SentRows:
         num_tokens, num_rows = size.num_tokens, size.num_rows
         lens = [num_tokens] * 3 + [num_rows] * 3 + [num_rows + 1, num_rows, 0]
         return SentRows.read(sent[: sum(lens)].split(lens))
+
+
+SENT_ARRAYS = tuple(field.name for field in fields(SentRows))
+"""What the device gets of MixedRows, in the order in which it is sent."""
 
 
 def count_sent(size: PromptSize) -> int:
