@@ -64,7 +64,7 @@ class BlockTable:
 
     def __init__(self, geometry: GroupGeometry, num_rows: int, max_tokens: int) -> None:
         self.geometry = geometry
-        self._max_blocks = self._count_blocks(max_tokens) + 1
+        self._max_blocks = self.count_blocks(max_tokens) + 1
         self._num_blocks = [0] * num_rows
         self._has_gaps = False
         self._offsets = self._make_pad(num_rows, min(_FIRST_WIDTH, self._max_blocks))
@@ -100,7 +100,8 @@ class BlockTable:
             self._offsets[row, start:stop] = self.geometry.get_offsets(block_ids)
         self._num_blocks[row] = stop
 
-    def _count_blocks(self, num_tokens: int) -> int:
+    def count_blocks(self, num_tokens: int) -> int:
+        """Return how many entries `num_tokens` tokens take; 1 for a state."""
         if self.geometry.is_per_sequence:
             return 1
         return -(-num_tokens // self.geometry.block_tokens)
@@ -110,7 +111,7 @@ class BlockTable:
 
     def gather(self, rows: Int64Array, max_tokens: int) -> Int32Array:
         """Return the tables of `rows`, wide enough for `max_tokens` tokens: int32 [B, blocks]."""
-        return self._offsets[rows, : self._count_blocks(max_tokens)]
+        return self._offsets[rows, : self.count_blocks(max_tokens)]
 
     def get_slots(self, rows: Int64Array, positions: Int64Array) -> Int32Array:
         """Return (offset of the block, row inside it) of each token: int32 [T, 2].

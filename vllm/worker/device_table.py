@@ -74,7 +74,7 @@ class DeviceBlockTable(BlockTable):
             max_tokens: of the longest row.
         """
         table, geometry = self.offsets_device, self.geometry
-        width = self._count_blocks(max_tokens)
+        width = self.count_blocks(max_tokens)
         if geometry.is_per_sequence:
             slots = torch.empty(0, 2, dtype=torch.int32, device=table.device)
         else:
@@ -87,10 +87,6 @@ class DeviceBlockTable(BlockTable):
             slots=slots,
             block_tokens=geometry.block_tokens,
         )
-
-    def count_blocks(self, num_tokens: int) -> int:
-        """Return how many entries `num_tokens` tokens take; 1 for a state."""
-        return self._count_blocks(num_tokens)
 
     def _make_device_pad(self, num_rows: int, device: torch.device) -> Tensor:
         shape = (num_rows, self._max_blocks)
