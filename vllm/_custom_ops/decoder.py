@@ -1,6 +1,6 @@
 """Door of the fused decoder layers: a run of dense layers in one op and one parallel region.
 
-Called by models that lower their layers to it (`model_executor/models/causal_lm.py`). Naive twin:
+Called by `model_executor/models/fused_run.py`, which lowers layers to it. Naive twin:
 `_custom_ops/naive/decoder.py`. The compiled op checks its arguments; nothing here computes. Every
 result equals, bit for bit, what the single ops would give one after the other.
 """

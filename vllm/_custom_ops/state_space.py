@@ -1,6 +1,6 @@
 """Doors of the ops of layers that keep a state: convolution, delta rule, Mamba-2, gated norm.
 
-Called by `model_executor/layers/{linear_attention,mamba,short_conv}.py`. Naive twins:
+Called by `model_executor/layers/{linear_attention,mamba,state}.py`. Naive twins:
 `_custom_ops/naive/state_space.py`. The compiled ops check their arguments; nothing here computes.
 What a row computes depends on that row alone, bit for bit, and not on where its tokens are cut into
 steps: a prompt in one piece, in chunks and token by token leave the same state.

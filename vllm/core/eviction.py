@@ -1,6 +1,6 @@
 """Which cached blocks go when room is needed.
 
-Called by `core/cache_manager.py`. Works on a shadow of the arena, so that a refused plan leaves no
+Called by `placement.py` and `block_store.py`. Works on a shadow of the arena, so that a refused plan leaves no
 trace; it evicts nothing itself.
 """
 

@@ -13,7 +13,7 @@ namespace vllm::cuda {
 
 using Word = unsigned long long;  // what 64-bit atomics take
 using Order = Word;               // larger for the token that comes first
-using Mass = Word;                // kOneMass for the most likely token
+using Mass = Word;                // 2^kMassBits for the most likely token
 
 constexpr float kMinusInf = -INFINITY;
 constexpr float kNoMass = -87.3f;  // below this distance from the maximum a token has no mass
