@@ -1,7 +1,7 @@
 """Which cached blocks go when room is needed.
 
-Called by `placement.py` and `block_store.py`. Works on a shadow of the arena, so that a refused plan leaves no
-trace; it evicts nothing itself.
+Called by `placement.py` and `block_store.py`. Works on a shadow of the arena, so that a refused
+plan leaves no trace; it evicts nothing itself.
 """
 
 from __future__ import annotations
