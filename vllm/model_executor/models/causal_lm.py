@@ -167,7 +167,9 @@ class CausalLM(nn.Module, ABC):
             delta, residual_TE = stage(delta, residual_TE, batch, attention)
         for i, block in enumerate(self.blocks[first:], start=first):
             cut = batch.cut if batch.cut is not None and batch.cut.layer == i else None
-            tokens_L = batch.kept_rows if i == last else None if cut is None else cut.tokens
+            tokens_L = None if cut is None else cut.tokens
+            if i == last:
+                tokens_L = batch.kept_rows
             delta = block.mix(delta, residual_TE, batch, attention, tokens_L)
             if tokens_L is not None:
                 residual_TE = residual_TE[tokens_L]
