@@ -27,6 +27,7 @@ MIN_TOKENS = 64
 _HEAD_SIZES = (64, 128, 256)
 _BLOCK_M = 64  # rows of a warp group's product
 _REGISTERS = 240  # of a thread that computes; the sums fill half of them
+_NUM_STAGES = 2  # tiles of keys, and of values, that are on their way or in use
 _LOG2_E = 1.4426950408889634
 
 
@@ -184,7 +185,7 @@ def hopper_attention(
         GROUP=args.group,
         BY_HEAD=by_head,
         NUM_GROUPS=num_groups,
-        NUM_STAGES=2,
+        NUM_STAGES=_NUM_STAGES,
         BLOCK_M=_BLOCK_M,
         BLOCK_N=block_n,
         HEAD_SIZE=head_size,
