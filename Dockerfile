@@ -65,7 +65,9 @@ ENTRYPOINT ["vllm", "serve"]
 CMD ["--help"]
 
 # --- CUDA server (the default) -------------------------------------------------------------------
-# torch brings its own CUDA libraries; the base image brings the driver's interface.
+# torch brings its own CUDA libraries; the base image brings the driver's interface. The torch is the one
+# that everything was measured and tested with on GPUs, with its Triton (requirements/triton.txt); the
+# wheel runs with any from it on.
 FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu${UBUNTU_VERSION} AS cuda
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive
@@ -78,9 +80,12 @@ RUN apt-get update \
     && useradd --create-home --uid 1001 vllm && mkdir /models && chown vllm:vllm /models \
     && python3 -m venv /opt/venv
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+ARG TORCH_VERSION=2.11.0
 RUN --mount=type=bind,from=build-cuda,source=/dist,target=/dist \
     --mount=type=bind,from=build-cuda,source=/src/requirements,target=/requirements \
-    pip install --no-cache-dir -c /requirements/constraints.txt /dist/*.whl
+    grep -vE '^(torch|setuptools)==' /requirements/constraints.txt > /tmp/constraints.txt \
+    && pip install --no-cache-dir -c /tmp/constraints.txt "torch==${TORCH_VERSION}" /dist/*.whl \
+    && rm /tmp/constraints.txt
 USER 1001
 WORKDIR /home/vllm
 EXPOSE 8000

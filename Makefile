@@ -10,6 +10,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
+TRITON := requirements/triton.txt
 HOST ?= 127.0.0.1
 PORT ?= 8000
 SERVE_ARGS ?=
@@ -37,10 +38,14 @@ $(VENV)/.created:
 	@touch $@
 
 # torch first and pinned, so that no resolver picks another build of it for the range in pyproject.toml.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+# Triton before it, for torch without CUDA asks for none, and behind it, for torch with CUDA asks for its
+# own, with which the tests did not run.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS) $(TRITON)
 	@echo "Installing the pinned dependencies into $(VENV) ..."
+	@$(PIP) install --quiet --no-deps --no-warn-conflicts -r $(TRITON)
 	@$(PIP) install --quiet -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" setuptools wheel cmake ninja
 	@VLLM_TARGET_DEVICE=empty $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[test,lint,bench]'
+	@$(PIP) install --quiet --no-deps --no-warn-conflicts -r $(TRITON)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(OPS_SOURCES)

@@ -19,6 +19,7 @@ from vllm.version import __version__
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
+TRITON = ROOT / "requirements" / "triton.txt"
 
 
 def read_metadata_version(tree: Path, work: Path) -> str:
@@ -76,10 +77,10 @@ def test_every_dependency_has_both_bounds(text: str) -> None:
 
 def read_constraints() -> dict[str, str]:
     pins = {}
-    for line in CONSTRAINTS.read_text().splitlines():
+    for line in [*CONSTRAINTS.read_text().splitlines(), *TRITON.read_text().splitlines()]:
         if line and not line.startswith("#"):
             name, exact, version = line.partition("==")
-            assert exact, f"{line!r} in constraints.txt is no exact pin"
+            assert exact, f"{line!r} is no exact pin"
             pins[canonical(name)] = version
     return pins
 
@@ -99,6 +100,11 @@ def test_tested_versions_lie_inside_the_ranges() -> None:
             continue
         assert name in pins, f"{name} has no tested version in constraints.txt"
         assert requirement.specifier.contains(pins[name]), f"{text}: tested with {pins[name]}"
+
+
+def test_constraints_leave_the_triton_to_torch() -> None:
+    """Every CUDA build of torch names one Triton; a pin of another makes torch uninstallable."""
+    assert "triton==" not in CONSTRAINTS.read_text()
 
 
 def test_wheels_are_built_against_the_tested_torch() -> None:
