@@ -2,7 +2,8 @@
 # Two images of the OpenAI-compatible server:
 #   docker build --target cuda -t vllm-hybrid .          NVIDIA GPUs (the default target)
 #   docker build --target cpu  -t vllm-hybrid:cpu .      no GPU needed
-# Both run as a user without rights; mount models at /models and a cache at /home/vllm/.cache.
+# Both run as a user without rights; mount models at /models and a cache at /home/vllm/.cache
+# (docs/deployment.md).
 # Of CUDA 13, as torch's own libraries; Ubuntu 24.04 has Python 3.12.
 ARG CUDA_VERSION=13.0.1
 ARG UBUNTU_VERSION=24.04
@@ -53,7 +54,7 @@ RUN VLLM_TARGET_DEVICE=cpu MAX_JOBS=${MAX_JOBS} pip wheel --no-build-isolation -
 
 # --- CPU server ----------------------------------------------------------------------------------
 FROM python:${PYTHON_VERSION}-slim-bookworm AS cpu
-RUN useradd --create-home --uid 1001 vllm && mkdir /models && chown vllm:vllm /models
+RUN useradd --create-home --uid 1001 vllm && install -d -o vllm -g vllm /models /home/vllm/.cache
 COPY --from=build-cpu /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 USER 1001
@@ -77,9 +78,10 @@ ENV DEBIAN_FRONTEND=noninteractive
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1001 vllm && mkdir /models && chown vllm:vllm /models \
+    && useradd --create-home --uid 1001 vllm && install -d -o vllm -g vllm /models /home/vllm/.cache \
     && python3 -m venv /opt/venv
-ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 \
+    TRITON_CACHE_DIR=/home/vllm/.cache/triton
 ARG TORCH_VERSION=2.11.0
 RUN --mount=type=bind,from=build-cuda,source=/dist,target=/dist \
     --mount=type=bind,from=build-cuda,source=/src/requirements,target=/requirements \
