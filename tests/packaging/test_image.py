@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 
 import pytest
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 from tests.utils.source_tree import ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
+README = ROOT / "README.md"
 GPU_TESTS = ROOT / "benchmarks" / "results" / "h200_tests.json"
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +32,15 @@ def test_torch_and_triton_of_the_image_are_those_of_the_gpu_tests() -> None:
     assert read_torch() == tested["torch"].partition("+")[0]
     pin = (ROOT / "requirements" / "triton.txt").read_text().splitlines()[-1]
     assert pin == f"triton=={tested['triton']}"
+
+
+def test_readme_installs_that_torch_and_what_builds_without_isolation_need() -> None:
+    command = re.search(r"^\$ pip install (torch==.*?)(?: +#|$)", README.read_text(), re.MULTILINE)
+    assert command is not None
+    given = {r.name: r for r in map(Requirement, shlex.split(command[1]))}
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert set(given) == {Requirement(r).name for r in needed}
+    assert given["torch"].specifier.contains(read_torch())
 
 
 def test_torch_of_the_image_lies_in_the_range() -> None:
