@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.parts import ProductParts
-from vllm.model_executor.models.blocks import BlockContext
+from vllm.model_executor.models.block_context import BlockContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.delta import Delta, add_and_norm
 from vllm.model_executor.models.rope_set import RopeSet

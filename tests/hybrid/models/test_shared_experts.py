@@ -13,7 +13,8 @@ from vllm._custom_ops.naive import moe as naive
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers import fused_moe, shared_experts
 from vllm.model_executor.models import blocks
-from vllm.model_executor.models.blocks import BlockContext, MoeBlock
+from vllm.model_executor.models.block_context import BlockContext
+from vllm.model_executor.models.blocks import MoeBlock
 from vllm.model_executor.models.deepseek_v2 import GroupedMoeBlock, GroupedMoeShape
 from vllm.model_executor.models.rope_set import RopeSet
 from vllm.model_executor.models.shapes import MoeShape

@@ -8,7 +8,6 @@ Shapes: T tokens, E hidden size, H and Hkv heads of this rank, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -19,12 +18,10 @@ from vllm._custom_ops.moe import ExpertChoice
 from vllm.attention.layer import Attention
 from vllm.batch import AttentionState, ForwardBatch
 from vllm.cache_spec import Full, LayerCacheSpec, Nothing
-from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import make_gated_activation
 from vllm.model_executor.layers.fused_moe import FusedMoE, is_built_on_gpu
-from vllm.model_executor.layers.layernorm import PARTS_SIZES, GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
-    SKINNY_DTYPES,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -33,9 +30,9 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.shared_experts import append_gate, hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
+from vllm.model_executor.models.block_context import BlockContext
 from vllm.model_executor.models.delta import Delta, add_and_norm
 from vllm.model_executor.models.heads import attend_heads, takes_parts
-from vllm.model_executor.models.rope_set import RopeSet
 from vllm.model_executor.models.shapes import (
     AttentionShape,
     LayerShape,
@@ -43,42 +40,7 @@ from vllm.model_executor.models.shapes import (
     MoeShape,
     PartShape,
 )
-from vllm.types import DType
 from vllm.utils.tensors import from_torch_dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockContext:
-    """What all blocks of a model have in common.
-
-    Attributes:
-        has_unit_offset_norm: whether norms scale by 1 + w.
-        has_float_norm: whether norms keep a float32 weight.
-        residual_scale: factor of what a part adds to the residual stream.
-        cache_dtype: element type of K and V in the cache; None is `dtype`.
-    """
-
-    hidden_size: int
-    norm_epsilon: float
-    has_unit_offset_norm: bool
-    has_post_norms: bool
-    dtype: torch.dtype
-    cache_dtype: DType | None
-    tp: TensorParallel
-    ropes: RopeSet
-    has_float_norm: bool = False
-    residual_scale: float = 1.0
-
-    def make_norm(self, size: int) -> RMSNorm:
-        """Return a norm of this model's kind."""
-        kind = GemmaRMSNorm if self.has_unit_offset_norm else RMSNorm
-        return kind(size, self.norm_epsilon, torch.float32 if self.has_float_norm else self.dtype)
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether the norms around the residual stream add up products, see `layers/parts.py`."""
-        is_plain = not self.has_post_norms and self.residual_scale == 1.0
-        return is_plain and self.dtype in SKINNY_DTYPES and self.hidden_size in PARTS_SIZES
 
 
 class Mixer(Protocol):

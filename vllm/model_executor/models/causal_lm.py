@@ -25,7 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.weight_place import PackedModule
-from vllm.model_executor.models.blocks import BlockContext, DecoderBlock
+from vllm.model_executor.models.block_context import BlockContext
+from vllm.model_executor.models.blocks import DecoderBlock
 from vllm.model_executor.models.delta import Delta, add_and_norm, spread
 from vllm.model_executor.models.fused_run import Stage, make_stages
 from vllm.model_executor.models.rope_set import RopeSet

@@ -24,7 +24,8 @@ from vllm.model_executor.layers.latent_expansion import LatentSizes
 from vllm.model_executor.layers.mla import LatentAttentionBlock, plan_latents
 from vllm.model_executor.layers.shared_experts import hold_shared, run_with_choice
 from vllm.model_executor.layers.weight_place import PackedModule
-from vllm.model_executor.models.blocks import BlockContext, MlpBlock
+from vllm.model_executor.models.block_context import BlockContext
+from vllm.model_executor.models.blocks import MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import read_mlp
 from vllm.model_executor.models.llama import make_llama_shape

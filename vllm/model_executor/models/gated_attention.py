@@ -22,7 +22,7 @@ from vllm.cache_spec import Full, LayerCacheSpec
 from vllm.model_executor.layers.linear import RowParallelLinear, split_kv_heads
 from vllm.model_executor.layers.parts import Product
 from vllm.model_executor.layers.row_select_linear import RowSelection, RowSelectLinear
-from vllm.model_executor.models.blocks import BlockContext
+from vllm.model_executor.models.block_context import BlockContext
 from vllm.model_executor.models.heads import attend_heads
 from vllm.model_executor.models.shapes import AttentionShape
 from vllm.utils.tensors import from_torch_dtype

@@ -31,7 +31,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     split_kv_heads,
 )
-from vllm.model_executor.models.blocks import BlockContext, DecoderBlock, MlpBlock
+from vllm.model_executor.models.block_context import BlockContext
+from vllm.model_executor.models.blocks import DecoderBlock, MlpBlock
 from vllm.model_executor.models.shapes import AttentionShape, MlpShape
 from vllm.utils.tensors import from_torch_dtype
 

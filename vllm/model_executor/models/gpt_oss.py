@@ -17,7 +17,8 @@ from vllm._custom_ops import moe as moe_ops
 from vllm.model_executor.layers.biased_experts import BiasedExperts
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.weight_place import Shard, WeightPlace
-from vllm.model_executor.models.blocks import AttentionBlock, BlockContext
+from vllm.model_executor.models.block_context import BlockContext
+from vllm.model_executor.models.blocks import AttentionBlock
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import (
     read_attention,

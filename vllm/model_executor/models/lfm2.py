@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.sigmoid_router import RouterSizes, SigmoidRouter
-from vllm.model_executor.models.blocks import BlockContext
+from vllm.model_executor.models.block_context import BlockContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import FULL, check_layer_type, read_attention
 from vllm.model_executor.models.shapes import LayerShape, MlpShape, ModelShape

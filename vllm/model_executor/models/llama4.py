@@ -20,7 +20,8 @@ from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.parts import Product
-from vllm.model_executor.models.blocks import AttentionBlock, BlockContext, MlpBlock
+from vllm.model_executor.models.block_context import BlockContext
+from vllm.model_executor.models.blocks import AttentionBlock, MlpBlock
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.config_reader import FULL, check_layer_type
 from vllm.model_executor.models.llama import make_llama_shape

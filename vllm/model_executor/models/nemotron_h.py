@@ -24,7 +24,7 @@ from vllm.model_executor.layers.mamba import Mamba2Sizes
 from vllm.model_executor.layers.relu2_experts import Relu2Experts
 from vllm.model_executor.layers.sigmoid_router import RouterSizes, SigmoidRouter
 from vllm.model_executor.layers.state import require_silu
-from vllm.model_executor.models.blocks import BlockContext
+from vllm.model_executor.models.block_context import BlockContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.shapes import AttentionShape, LayerShape, ModelShape
 from vllm.model_executor.models.state_parts import Mamba2Shape

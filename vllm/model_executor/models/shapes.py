@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from vllm.model_executor.models.blocks import BlockContext
+    from vllm.model_executor.models.block_context import BlockContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear_attention import DeltaNetSizes, GatedDelt
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.short_conv import ShortConv
 from vllm.model_executor.layers.state import require_silu
-from vllm.model_executor.models.blocks import BlockContext
+from vllm.model_executor.models.block_context import BlockContext
 from vllm.types import DType
 
 
