@@ -121,7 +121,8 @@ def render_chat_template(
             **(template_kwargs or {}),
         )
     except Exception as cause:  # a template is foreign code and may raise anything
-        raise RequestError(f"chat template: {cause}", "messages") from cause
+        why = str(cause) or type(cause).__name__
+        raise RequestError(f"chat template: {why}", "messages") from cause
     return rendered
 
 

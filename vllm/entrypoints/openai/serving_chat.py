@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from vllm.entrypoints.openai.chat_answer import AnswerForm, AnswerStream, make_message
 from vllm.entrypoints.openai.chat_request import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_template import (
-    ChatMessage,
-    parse_chat_messages,
-    render_chat_template,
-)
+from vllm.entrypoints.openai.chat_template import ChatMessage, parse_chat_messages
 from vllm.entrypoints.openai.event_stream import EventGenerator, EventStream, open_stream
 from vllm.entrypoints.openai.logprobs import render_prompt_logprobs
 from vllm.entrypoints.openai.response import (
@@ -113,22 +108,16 @@ class OpenAIServingChat:
 
     async def _make_prompt(self, form: AnswerForm, messages: list[ChatMessage]) -> Prompt:
         request = form.request
-        tokenizer = self._serving.require_tokenizer()
-
-        def render() -> str:
-            return render_chat_template(
-                tokenizer,
-                messages,
-                chat_template=request.chat_template or self._settings.chat_template,
-                tools=form.tools.tools,
-                documents=request.documents,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                template_kwargs=request.chat_template_kwargs,
-            )
-
-        # A template that came with the request may take its time: others must not wait for it.
-        text = render() if request.chat_template is None else await asyncio.to_thread(render)
+        text = await self._serving.render_chat(
+            messages,
+            own_template=request.chat_template,
+            server_template=self._settings.chat_template,
+            tools=form.tools.tools,
+            documents=request.documents,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.chat_template_kwargs,
+        )
         prompt = await self._serving.encode_text(
             text,
             add_special_tokens=request.add_special_tokens,

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import ModelConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.logger import RequestLogger
+from vllm.entrypoints.openai.chat_template import ChatMessage, render_chat_template
 from vllm.entrypoints.openai.errors import ApiError, model_not_found, raise_if_dead
 from vllm.entrypoints.openai.logprobs import LogprobRenderer
 from vllm.entrypoints.openai.response import PromptTokensDetails, UsageInfo
+from vllm.entrypoints.openai.template_process import TemplateJob, TemplateProcess
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
@@ -63,6 +65,7 @@ class ServingEngine:
     tokenizer: PreTrainedTokenizerBase | None
     logprobs: LogprobRenderer
     request_logger: RequestLogger | None
+    templates: TemplateProcess = field(default_factory=TemplateProcess)
 
     @property
     def model_name(self) -> str:
@@ -110,6 +113,48 @@ class ServingEngine:
         bos = tokenizer.bos_token_id
         is_added = add_special_tokens and bool(ids) and ids[0] == bos
         return Prompt(token_ids=ids, text=text, num_added_tokens=int(is_added))
+
+    async def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        own_template: str | None,
+        server_template: str | None,
+        tools: list[dict[str, Any]] | None,
+        documents: list[dict[str, str]] | None = None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any] | None,
+    ) -> str:
+        """Return the text of a conversation; arguments are those of `render_chat_template`.
+
+        `own_template` came with the request: it is foreign code and runs in another process.
+        `server_template` replaces the tokenizer's.
+        """
+        tokenizer = self.require_tokenizer()
+        if not own_template:
+            return render_chat_template(
+                tokenizer,
+                messages,
+                chat_template=server_template,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            )
+        return await self.templates.render(
+            TemplateJob(
+                special_tokens=tokenizer.special_tokens_map,
+                messages=messages,
+                chat_template=tokenizer.get_chat_template(own_template, tools),  # may be a name
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            )
+        )
 
     def take_token_ids(self, ids: Sequence[int], *, truncate: int | None = None) -> Prompt:
         """Return a prompt given as ids, keeping the last `truncate` of them."""

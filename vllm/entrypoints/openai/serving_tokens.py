@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.entrypoints.openai.chat_template import parse_chat_messages, render_chat_template
+from vllm.entrypoints.openai.chat_template import parse_chat_messages
 from vllm.entrypoints.openai.errors import ApiError, model_not_found
 from vllm.entrypoints.openai.response import (
     DetokenizeResponse,
@@ -28,10 +28,10 @@ class OpenAIServingTokenization:
         text, has_specials = request.prompt, True
         if text is None:
             has_specials = False
-            text = render_chat_template(
-                self._serving.require_tokenizer(),
+            text = await self._serving.render_chat(
                 parse_chat_messages(request.messages or ()),
-                chat_template=request.chat_template or self._chat_template,
+                own_template=request.chat_template,
+                server_template=self._chat_template,
                 tools=request.tools,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,

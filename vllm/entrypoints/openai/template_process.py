@@ -1,0 +1,199 @@
+"""Renders the chat templates that come with requests, in a process of their own.
+
+Such a template is a program of whoever sent it. Jinja's sandbox keeps it from files and objects,
+but not from using time and memory, which in the server's process would be everybody's: a power of
+a power computes for hours and lets no other thread run. Here the kernel ends the process after
+some seconds, and the next template gets a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from vllm.entrypoints.openai.chat_template import render_chat_template
+from vllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LIMIT_S = 5.0
+"""Seconds that one template may take; real ones take milliseconds."""
+
+_LIMIT_BYTES = 2 << 30
+"""Memory of the process, of which a tenth is in use when it starts."""
+
+_LIMIT_CHARACTERS = 1 << 24
+"""Longest text that is taken back: it is the server's memory and time again."""
+
+_CODE = (
+    "import sys; sys.path[:] = {path!r}\n"
+    "from vllm.entrypoints.openai.template_process import serve_templates\n"
+    "serve_templates(sys.stdin.buffer, sys.stdout.buffer)"
+)
+
+
+class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One template and what it is given; see `render_chat_template`.
+
+    Attributes:
+        special_tokens: the tokenizer's, which templates know as variables.
+        limit_s: seconds that it may take.
+    """
+
+    special_tokens: dict[str, str]
+    messages: Sequence[dict[str, Any]]
+    chat_template: str
+    tools: list[dict[str, Any]] | None
+    documents: list[dict[str, str]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: dict[str, Any] | None
+    limit_s: float = _LIMIT_S
+
+    def encode(self) -> bytes:
+        """Return the job as JSON, whose numbers may be of any size."""
+        return json.dumps(msgspec.structs.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, frame: bytes) -> TemplateJob:
+        """Return what was encoded."""
+        return cls(**json.loads(frame))
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The text, or what was wrong."""
+
+    text: str = ""
+    error: str | None = None
+    param: str | None = None
+
+
+class TemplateProcess:
+    """A process that renders one template after another; started by the first of them."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        # One thread talks to it, so that requests queue up and cannot read each other's answers.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="templates")
+
+    async def render(self, job: TemplateJob) -> str:
+        """Return the text of a prompt.
+
+        Raises:
+            RequestError: what `render_chat_template` raises, or the template took too long or too
+                much memory.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._ask, job)
+
+    def _ask(self, job: TemplateJob) -> str:
+        process = self._start()
+        assert process.stdin is not None, "made with pipes"
+        assert process.stdout is not None, "made with pipes"
+        with contextlib.suppress(BrokenPipeError):  # it has ended: no answer comes
+            _write_frame(process.stdin, job.encode())
+        frame = _read_frame(process.stdout)
+        if frame is None:
+            self._process = None
+            status = _reap(process)
+            raise RequestError(_describe_end(status, job.limit_s), "chat_template")
+        answer = msgspec.json.decode(frame, type=_Answer)
+        if answer.error is not None:
+            raise RequestError(answer.error, answer.param)
+        return answer.text
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE.format(path=sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        return self._process
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Close the pipes of a process that has ended, and return its status."""
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+    return process.wait()
+
+
+def _describe_end(status: int, limit_s: float) -> str:
+    if status == -signal.SIGALRM:
+        return f"chat template: it took more than {limit_s:g} s"
+    return (
+        f"chat template: the process that rendered it ended (status {status}); a template may use "
+        f"{_LIMIT_BYTES >> 30} GiB"
+    )
+
+
+def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
+    """Render what comes in until the input ends; runs in the process."""
+    from transformers.tokenization_utils_base import (  # noqa: PLC0415  seconds, and only here
+        PreTrainedTokenizerBase,
+    )
+
+    resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: no Python code needs to run
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    while (frame := _read_frame(inputs)) is not None:
+        job = TemplateJob.decode(frame)
+        signal.setitimer(signal.ITIMER_REAL, job.limit_s)
+        try:
+            answer = _Answer(text=_render(PreTrainedTokenizerBase(**job.special_tokens), job))
+        except RequestError as cause:
+            answer = _Answer(error=str(cause), param=cause.param)
+        frame = msgspec.json.encode(answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write_frame(outputs, frame)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, job: TemplateJob) -> str:
+    text = render_chat_template(
+        tokenizer,
+        job.messages,
+        chat_template=job.chat_template,
+        tools=job.tools,
+        documents=job.documents,
+        add_generation_prompt=job.add_generation_prompt,
+        continue_final_message=job.continue_final_message,
+        template_kwargs=job.template_kwargs,
+    )
+    if len(text) > _LIMIT_CHARACTERS:
+        raise RequestError(
+            f"chat template: it made {len(text)} characters of the messages; at most "
+            f"{_LIMIT_CHARACTERS} are taken",
+            "chat_template",
+        )
+    return text
+
+
+def _write_frame(file: IO[bytes], body: bytes) -> None:
+    file.write(len(body).to_bytes(8, "big") + body)
+    file.flush()
+
+
+def _read_frame(file: IO[bytes]) -> bytes | None:
+    """Return the next frame, or None where the other end has gone."""
+    head = file.read(8)
+    if len(head) < 8:
+        return None
+    length = int.from_bytes(head, "big")
+    body: bytes = file.read(length)
+    return body if len(body) == length else None
