@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from typing import Any
 
 import pytest
 
+from tests.utils.source_tree import ROOT
 from vllm.entrypoints.cli import collect_env
 from vllm.entrypoints.cli.collect_env import Row
 from vllm.scripts import main
@@ -49,6 +51,21 @@ def test_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(collect_env._check_torch(make_torch("13.0", is_available=True)))
     for name in ("cuda driver", "cuda runtime", "cudnn", "gpu 0"):
         assert find(rows, name).status == "ok"
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("3.6.0", True), ("3.7.1", False)])
+def test_another_triton_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_known: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
+    row = find(collect_env._check_torch(make_torch("13.0", is_available=True)), "triton")
+    assert (row.status, row.found) == ("ok", version)
+    assert bool(row.mend) != is_known
+
+
+def test_triton_that_is_known_is_the_one_that_is_pinned() -> None:
+    pin = (ROOT / "requirements" / "triton.txt").read_text().splitlines()[-1]
+    assert pin.startswith(f"triton=={collect_env._TESTED_TRITON}.")
 
 
 def test_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module, metadata
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ _REBUILD = "build them again: make build (or pip install .) in the source tree"
 Status = Literal["ok", "wrong", "missing", "not needed"]
 
 _DISTRIBUTION = "vllm-hybrid"
+_TESTED_TRITON = "3.6"
+"""The one whose insides `vllm/_custom_ops/triton/launch.py` knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,7 @@ def _check_torch(torch: Any) -> Iterator[Row]:
         mend="" if cudnn else "pip install nvidia-cudnn of torch's CUDA version",
     )
     yield from _check_gpus(torch)
-    yield _check_optional("triton", "kernels written in Triton are not used without it")
+    yield _check_triton()
     yield _check_optional("flash_attn", "prefill on GPUs is slower without it")
 
 
@@ -205,6 +207,14 @@ def _check_gpus(torch: Any) -> Iterator[Row]:
             )
         else:
             yield Row(name=f"gpu {index}", status="ok", found=found)
+
+
+def _check_triton() -> Row:
+    row = _check_optional("triton", "kernels written in Triton are not used without it")
+    if row.status != "ok" or row.found.startswith(f"{_TESTED_TRITON}."):
+        return row
+    mend = f"slower: kernels for Hopper and compiling ahead need {_TESTED_TRITON}, torch 2.11's"
+    return replace(row, mend=mend)
 
 
 def _check_optional(module: str, without: str) -> Row:
