@@ -28,6 +28,8 @@ class TensorParallel:
         size: number of ranks.
     """
 
+    _short_sums: CustomAllReduce | None = None
+
     def __init__(
         self,
         rank: int,

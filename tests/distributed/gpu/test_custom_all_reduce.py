@@ -13,12 +13,16 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from vllm._custom_ops import peer as peer_ops
+from vllm._custom_ops.triton.table import register_triton_ops
 from vllm.distributed.device_communicators.custom_all_reduce import LIMIT_BYTES
 from vllm.distributed.device_communicators.peer_memory import PeerMemory
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 SIZE = 2
 NUM_MESSAGES = 300
+INNER, HIDDEN = 2048, 2048
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,6 +102,39 @@ def run_rank(rank: int, directory: str, has_custom: bool) -> None:
 @pytest.mark.parametrize("has_custom", [True, False])
 def test_sums_of_two_processes(has_custom: bool, tmp_path: Path) -> None:
     spawn(run_rank, args=(str(tmp_path), has_custom), nprocs=SIZE, join=True)
+
+
+def run_layers(rank: int, directory: str) -> None:
+    """A matrix split over ranks and the norm behind it, as a decoder layer ends."""
+    torch.cuda.set_device(rank)
+    register_triton_ops()
+    tp = TensorParallel.connect(rank, SIZE, f"file://{directory}/rendezvous", "cuda", timeout_s=60)
+    generator = torch.Generator().manual_seed(9)
+    with torch.device("cuda", rank):
+        linear = RowParallelLinear(
+            2 * INNER, HIDDEN, bias=False, dtype=torch.bfloat16, tp=tp, leaves_parts=True
+        )
+        norm = RMSNorm(HIDDEN, 1e-6, torch.bfloat16)
+    weight = torch.randn(HIDDEN, 2 * INNER, generator=generator).mul_(0.02).bfloat16()
+    linear.parameter("weight").copy_(weight[:, rank * INNER : (rank + 1) * INNER])
+    norm.weight.data.fill_(1.0)
+    for rows in (1, 4, 16, 64, 65, 600):  # the last are more than our kernel adds up
+        x = torch.randn(rows, 2 * INNER, generator=generator).bfloat16()
+        stream = torch.randn(rows, HIDDEN, generator=generator).bfloat16()
+        residual = stream.cuda(rank)
+        own = x[:, rank * INNER : (rank + 1) * INNER].contiguous().cuda(rank)
+        out = norm.add_and_norm(linear.contribute(own), residual)
+        exact = stream.double() + x.double() @ weight.double().T
+        torch.testing.assert_close(residual.double().cpu(), exact, rtol=2e-2, atol=2e-2)
+        normed = exact * exact.square().mean(-1, keepdim=True).rsqrt()
+        torch.testing.assert_close(out.double().cpu(), normed, rtol=2e-2, atol=2e-2)
+        both = tp.all_gather(residual, dim=0)
+        assert torch.equal(both[:rows], both[rows:]), "the same bits on every rank"
+    tp.close()
+
+
+def test_a_split_matrix_and_the_norm_behind_it(tmp_path: Path) -> None:
+    spawn(run_layers, args=(str(tmp_path),), nprocs=SIZE, join=True)
 
 
 def refuse(*_: object) -> int:
