@@ -63,8 +63,8 @@ template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ SumArgs args) {
   await_inputs();
   let_next_start();
-  uint32_t number = args.counts[blockIdx.x] + 1;
-  if (number == 0) number = 2;  // zero is what an inbox holds at first; odd follows even
+  uint32_t number = __ldcg(args.counts + blockIdx.x) + 1;  // another processor may have counted
+  if (number == 0) number = 2;  // zero is what an inbox holds at first; even follows odd
   const uint32_t begin = blockIdx.x * args.block_packs;
   const uint32_t count = min(args.block_packs, args.num_packs - begin);
   const uint4* input = args.input + begin;
