@@ -222,7 +222,7 @@ _ENGINE = """
 import sys, time
 from tests.executor.test_multiproc_executor import start
 executor = start()
-print(*executor.rank_pids(), flush=True)
+print(executor._directory.name, *executor.rank_pids(), flush=True)
 time.sleep(60)
 """
 
@@ -236,7 +236,10 @@ def test_ranks_do_not_outlive_the_engine(sign: signal.Signals) -> None:
         text=True,
     )
     with engine:
-        pids = tuple(int(pid) for pid in engine.stdout.readline().split())
+        folder, *numbers = engine.stdout.readline().split()
+        pids = tuple(int(pid) for pid in numbers)
         assert len(pids) == 2
+        assert Path(folder).is_dir()
         engine.send_signal(sign)
     wait_until_gone(pids, 10)
+    assert not Path(folder).exists(), "nothing of a killed engine is left behind"

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -37,11 +38,15 @@ def run_rank(socket_fd: int) -> None:
     """Serve one rank over the socket; returns when told to quit, exits with 1 after an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
     connection = Connection(socket_fd)
-    frames: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
-    kind, body = wire.split(frames.get())
+    try:
+        kind, body = wire.split(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(1)
     assert kind == wire.CONFIG, f"the first frame must be the config, got {kind!r}"
     config, rank, init_method = pickle.loads(body)
+    frames: SimpleQueue[bytes] = SimpleQueue()
+    reader_args = connection, frames, _find_folder(init_method)
+    threading.Thread(target=_read_frames, args=reader_args, daemon=True).start()
     try:
         _serve(connection, frames, config, rank, init_method)
     except Exception as exc:
@@ -108,7 +113,11 @@ def find_rank_folder(init_method: str) -> Path:
 
     The engine removes it with the file, also if a rank was killed.
     """
-    return Path(unquote(urlsplit(init_method).path)).with_name("triton")
+    return _find_folder(init_method) / "triton"
+
+
+def _find_folder(init_method: str) -> Path:
+    return Path(unquote(urlsplit(init_method).path)).parent
 
 
 def _make_watcher(
@@ -133,13 +142,15 @@ def _make_watcher(
     return started.put
 
 
-def _read_frames(connection: Connection, frames: SimpleQueue[bytes]) -> None:
+def _read_frames(connection: Connection, frames: SimpleQueue[bytes], folder: Path) -> None:
     """Take frames in as they come, so that neither side ever waits for the other to read.
 
-    When the engine's end closes, this process ends, whatever it is doing.
+    When the engine's end closes, this process ends, whatever it is doing. An engine that was killed
+    could not remove the ranks' folder.
     """
     try:
         while True:
             frames.put(connection.recv_bytes())
     except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
