@@ -1,6 +1,6 @@
 """Compiles decode attention with every tile that a batch may choose, for a GPU that is not there.
 
-python -m tests._custom_ops.triton.compile_decode 80        # or 90; as compile_for.py
+python -m tests._custom_ops.triton.compile_decode 80   # 86, 90, 120; as compile_for.py
 """
 
 from __future__ import annotations
@@ -36,13 +36,20 @@ def attend(problem: Problem) -> None:
     chunk_attention(ends, torch.tensor([0, 1], dtype=torch.int32), 5, 305)
 
 
-def case(heads: int, kv_heads: int, size: int, *, dtype: torch.dtype = BF16) -> Callable[[], None]:
-    """Return what compiles for heads of a size; those of more than 512 are key and value."""
+def case(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    *,
+    dtype: torch.dtype = BF16,
+    has_one_field: bool = False,
+) -> Callable[[], None]:
+    """Return what compiles for heads of a size."""
     return partial(
         attend,
         Problem(
             rows=(), heads=heads, kv_heads=kv_heads, head_size=size, dtype=dtype,
-            has_one_field=size > 512,
+            has_one_field=has_one_field,
         ),
     )  # fmt: skip
 
@@ -52,11 +59,12 @@ CASES: dict[str, Callable[[], None]] = {
     "gpt-oss": case(64, 8, 64),
     "Gemma 3": case(8, 4, 256),
     "large heads": case(4, 2, 320),
-    "DeepSeek-V2-Lite": case(16, 1, 576),
-    "DeepSeek-V2": case(128, 1, 576),
+    "largest heads": case(4, 2, 640),
+    "DeepSeek-V2-Lite": case(16, 1, 576, has_one_field=True),
+    "DeepSeek-V2": case(128, 1, 576, has_one_field=True),
     "many heads, float32": case(32, 1, 128, dtype=torch.float32),
     "large heads, float32": case(4, 2, 256, dtype=torch.float32),
-    "latent rows, float32": case(16, 1, 576, dtype=torch.float32),
+    "latent rows, float32": case(16, 1, 576, dtype=torch.float32, has_one_field=True),
 }
 
 if __name__ == "__main__":

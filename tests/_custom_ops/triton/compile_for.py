@@ -1,6 +1,6 @@
 """Compiles the kernels of known models for a GPU that is not there; run as a process of its own.
 
-    python -m tests._custom_ops.triton.compile_for 80        # or 90; [--shared BYTES] [CASE ...]
+    python -m tests._custom_ops.triton.compile_for 80   # 86, 90, 120; [--shared BYTES] [CASE ...]
 
 Calls the ops with tensors of the CPU while a stand-in for Triton's driver launches nothing: sizes
 that a compiled kernel depends on (heads, experts, states, element types) are those of the models,
@@ -35,8 +35,8 @@ from vllm._custom_ops.triton import (
     moe,
 )
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-NUM_PROCESSORS = {80: 108, 90: 132}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+NUM_PROCESSORS = {80: 108, 86: 84, 90: 132, 120: 188}
 BF16 = torch.bfloat16
 
 
@@ -189,7 +189,9 @@ def play_gpu(arch: int) -> None:
     answers = {
         "is_hopper": arch >= 90,
         "has_warp_group_products": arch == 90,
+        "holds_hopper_tiles": arch == 90,
         "count_processors": NUM_PROCESSORS[arch],
+        "find_shared_bytes": SHARED_BYTES[arch],
     }
     hosts = [m for name, m in sys.modules.items() if name.startswith("vllm._custom_ops.triton.")]
     for module in hosts:

@@ -36,6 +36,7 @@ from vllm._custom_ops.triton.attention_shape import (
     Splits,
     Tile,
     count_splits,
+    cut_tile,
     fit_chunk_tile,
     fit_decode_tile,
     split_head,
@@ -298,6 +299,7 @@ def _launch(
     splits: Splits | None,
 ) -> None:
     head_size, device = args.query.shape[2], args.query.device
+    tile = cut_tile(tile, head_size, args.query.element_size(), args.has_one_field, device)
     main, tail = split_head(head_size)
     parts, is_overlapping = tile.value_parts, overlaps(device)
     value_main, value_tail = (main, tail) if parts == 1 else (VALUE_PART, 0)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from vllm._custom_ops.triton.attention_args import AttentionArgs
 from vllm._custom_ops.triton.attention_hopper import MIN_TOKENS, can_attend, hopper_attention
-from vllm._custom_ops.triton.attention_shape import Tile, fit_prefill_tile, split_head
+from vllm._custom_ops.triton.attention_shape import Tile, cut_tile, fit_prefill_tile, split_head
 from vllm._custom_ops.triton.attention_tile import (
     count_tiles,
     first_visible,
@@ -282,9 +282,8 @@ def prefill_attention(
     assert args.prefix is None, "only Hopper's kernel reads cached rows apart from new ones"
     num_heads, head_size = args.query.shape[1:]
     main, tail = split_head(head_size)
-    tile = tile or fit_prefill_tile(
-        head_size, args.query.element_size(), args.has_one_field, args.query.device
-    )
+    sizes = head_size, args.query.element_size(), args.has_one_field, args.query.device
+    tile = cut_tile(tile or fit_prefill_tile(*sizes), *sizes)
     pointers, strides = args.launch_arguments(has_value_strides=True)
     window, sink_tokens, chunk_tokens = args.mask()
     grid = (num_heads, cdiv(max_query_len, tile.block_m), num_rows)

@@ -2,17 +2,22 @@
 
 Called by `attention_decode.py` and `attention_prefill.py` on the host. Knows no tensor, only sizes
 and the device; nothing is tuned at run time. Tiles fit the shared memory of an sm_80 (163 KiB a
-block) or an sm_90 (227 KiB): a stage holds one K and one V tile beside the query tile.
+block) or an sm_90 (227 KiB): a stage holds one K and one V tile beside the query tile. For GPUs
+with less they are cut.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from vllm._custom_ops.triton.device import count_processors, is_hopper
+from vllm._custom_ops.triton.device import (
+    count_processors,
+    find_shared_bytes,
+    holds_hopper_tiles,
+)
 from vllm.utils.math import cdiv, next_power
 
 MAX_SPLITS = 64
@@ -30,6 +35,9 @@ PREFIX_ALIGNMENT = 128
 """Tiles of keys of prompts are of this length, or a part of it."""
 
 _MOST_PROGRAMS = 4  # a processor, where rows are long
+_LEAST_SIDE = 16  # of a tile that tensor cores multiply
+_SUM_BYTES = 4  # of what warps tell each other of a row
+_LEAST_STAGES = 2  # one tile is under way while one is multiplied
 _MOST_FOLDED = 16 * 16 * 576  # elements of even splits, all of which one program reads
 
 
@@ -140,10 +148,10 @@ def fit_prefill_tile(
         side = 32 if row_bytes <= 512 else 16
         return Tile(block_m=side, block_n=side, num_warps=4, num_stages=1)
     if row_bytes > 512:
-        num_stages = 2 if has_one_field or is_hopper(device) else 1
-        block_m = 64 if is_hopper(device) else 32  # sums fill the registers
+        num_stages = 2 if has_one_field or holds_hopper_tiles(device) else 1
+        block_m = 64 if holds_hopper_tiles(device) else 32  # sums fill the registers
         return Tile(block_m=block_m, block_n=32, num_warps=8, num_stages=num_stages)
-    if is_hopper(device):
+    if holds_hopper_tiles(device):
         block_n, num_stages = (128, 3) if row_bytes <= 128 else (128, 2)
         if row_bytes > 256:
             block_n = 64
@@ -153,6 +161,41 @@ def fit_prefill_tile(
     if row_bytes <= 256:
         return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
     return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
+
+
+@functools.cache
+def cut_tile(
+    tile: Tile, head_size: int, itemsize: int, has_one_field: bool, device: torch.device
+) -> Tile:
+    """Return the tile with fewer stages, keys or queries where shared memory has no more room."""
+    sizes = sum(split_head(head_size)) * itemsize, itemsize, has_one_field
+    while count_shared_bytes(tile, *sizes) > find_shared_bytes(device):
+        if tile.num_stages > _LEAST_STAGES:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_n > _LEAST_SIDE:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.block_m > _LEAST_SIDE:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            break  # the launch says what it lacks
+    return tile
+
+
+def count_shared_bytes(tile: Tile, row_bytes: int, itemsize: int, has_one_field: bool) -> int:
+    """Return what a program takes at most: queries with their weights of keys; keys and values.
+
+    Args:
+        tile: sizes.
+        row_bytes: of a head, with what its two powers of two have more.
+        itemsize: bytes of an element.
+        has_one_field: whether values are keys, so that both lie there once.
+    """
+    value_bytes = 0 if has_one_field else row_bytes
+    if tile.value_parts > 1:
+        value_bytes = VALUE_PART * itemsize
+    query_bytes = row_bytes + tile.block_n * itemsize + _SUM_BYTES
+    key_bytes = max((tile.num_stages - 1) * (row_bytes + value_bytes), row_bytes)
+    return tile.block_m * query_bytes + tile.block_n * key_bytes
 
 
 def count_splits(

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.delta_hopper import can_pass, run_pass
+from vllm._custom_ops.triton.device import fit_stages
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.state_rows import (
     ROW_TABLES,
@@ -274,14 +275,20 @@ def _delta_pass_kernel(
     tl.store(own, state_KV.to(state.dtype.element_ty), mask=in_state)
 
 
-def _choose_pass(most: int, block_k: int, num_states: int, *, is_wide: bool) -> dict[str, int]:
+def _choose_pass(
+    most: int, block_k: int, num_states: int, chunk: int, device: torch.device, *, is_wide: bool
+) -> dict[str, int]:
     """Return the columns of the state in a program of the second kernel, and how it is launched."""
     if is_wide:
         return {"BLOCK_V": min(most, 16), "STAGES": 1, "num_warps": 4}
-    stages = PASS_STAGES if block_k <= 128 else 1  # tiles wait in shared memory
+    block_v = min(most, 32)
     if most >= 64 and block_k <= 128 and num_states * (most // 64) >= MANY_PROGRAMS:
-        return {"BLOCK_V": 64, "STAGES": stages, "num_warps": 8}
-    return {"BLOCK_V": min(most, 32), "STAGES": stages, "num_warps": 8 if most > 16 else 4}
+        block_v = 64
+    stages = 1
+    if block_k <= 128:  # tiles wait in shared memory, with three factors of each token; keys do not
+        tile_bytes = chunk * 2 * (2 * block_k + chunk + block_v) + 4 * (3 * chunk + 1)
+        stages = fit_stages(PASS_STAGES, tile_bytes, chunk * 2 * block_k, device)
+    return {"BLOCK_V": block_v, "STAGES": stages, "num_warps": 8 if most > 16 else 4}
 
 
 def run_delta_chunks(
@@ -336,7 +343,8 @@ def run_delta_chunks(
     if can_pass(out_THV, q, k):
         run_pass(out_THV, made, q, k, state, rows)
         return
-    tile = _choose_pass(block_v, block_k, num_rows * num_heads, is_wide=is_wide)
+    num_states = num_rows * num_heads
+    tile = _choose_pass(block_v, block_k, num_states, chunk, q.device, is_wide=is_wide)
     _delta_pass_kernel[cdiv(value_size, tile["BLOCK_V"]), num_heads, num_rows](
         out_THV, *made, q, k, state, *rows, num_tokens, num_places,
         *out_THV.stride()[:2], *q.stride()[:2], *k.stride()[:2],

@@ -24,8 +24,11 @@ from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vllm.errors import KernelError
 
 _ALIGNMENT_BITS = 15  # Triton tells addresses and integers apart by whether 16 divides them
 _INT32_MIN, _INT32_MAX = -(1 << 31), (1 << 31) - 1
@@ -155,9 +158,20 @@ class FastKernel:
     def _launch_slowly(
         self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
     ) -> Any:
-        """Let Triton launch, and return the kernel that it took."""
-        with self.compiled_in():
-            return self.jit[grid](*args, **constants)
+        """Let Triton launch, and return the kernel that it took.
+
+        Raises:
+            KernelError: the GPU has not what the kernel takes.
+        """
+        try:
+            with self.compiled_in():
+                return self.jit[grid](*args, **constants)
+        except OutOfResources as error:
+            raise KernelError(
+                f"{self.jit.__name__} of {self.jit.module} wants {error.required} ({error.name}) "
+                f"for sizes of this model, sm_{driver.active.get_current_target().arch} has "
+                f"{error.limit}: take a GPU with more, or report this with the model's config.json"
+            ) from error
 
     def _remember(self, key: Any, kernel: Any, num_given: int, constants: dict[str, Any]) -> None:
         parameters = self.jit.params[num_given:]

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.arrival import NUM_COUNTERS, get_counters, is_last_to_arrive
-from vllm._custom_ops.triton.device import count_processors
+from vllm._custom_ops.triton.device import count_processors, fit_stages
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.linear_table import (
     MAX_ROWS,
@@ -195,7 +195,11 @@ def _launch(
     """Launch with out, x, weight, bias, parts and counters; splits as of `count_splits`."""
     x_TK = tensors[1]
     num_rows, k = x_TK.shape
-    has_overlap = overlaps(x_TK.device)
+    has_overlap, is_gated = overlaps(x_TK.device), activation in GATED_ACTIVATIONS
+    block_m = 1 if config.is_vector else max(_SMALLEST_TILE, next_power(num_rows))
+    rows_K = block_m + config.block_n * (2 if is_gated else 1)
+    tile_bytes = rows_K * config.block_k * x_TK.element_size()
+    num_stages = fit_stages(config.num_stages, tile_bytes, 0, x_TK.device)
     _skinny_kernel[(cdiv(num_outputs, config.block_n), splits[0])](
         *tensors,
         num_rows,
@@ -205,17 +209,17 @@ def _launch(
         out_stride,
         *splits,
         ACTIVATION=activation,
-        IS_GATED=activation in GATED_ACTIVATIONS,
+        IS_GATED=is_gated,
         IS_VECTOR=config.is_vector,
         IS_SWAPPED=config.is_swapped,
         EVEN_K=k % config.block_k == 0,
-        BLOCK_M=1 if config.is_vector else max(_SMALLEST_TILE, next_power(num_rows)),
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        STAGES=config.num_stages,
+        STAGES=num_stages,
         OVERLAPS=has_overlap,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=num_stages,
         launch_pdl=has_overlap,
     )
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm._custom_ops.triton.device import is_hopper
+from vllm._custom_ops.triton.device import holds_hopper_tiles
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.moe_product import Product
 from vllm._custom_ops.triton.moe_routing import Routing
@@ -76,7 +76,7 @@ def choose_tile(x: Tensor, rows_per_expert: float) -> Tile:
         rows_per_expert: how many an expert has if all have as many.
     """
     is_narrow = x.itemsize == _NARROW_BYTES
-    tiles = _ON_HOPPER if is_narrow and is_hopper(x.device) else _BEFORE_HOPPER
+    tiles = _ON_HOPPER if is_narrow and holds_hopper_tiles(x.device) else _BEFORE_HOPPER
     if x.shape[0] <= tiles.few.block_m:
         return tiles.few
     return tiles.many if is_narrow and rows_per_expert > _SOME_ROWS else tiles.some
