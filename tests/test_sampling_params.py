@@ -68,10 +68,17 @@ def test_positional_order() -> None:
         ("prompt_logprobs", [None, 0, 5], [-1]),
         ("truncate_prompt_tokens", [None, 1], [0]),
         ("stop", ["a", ["a", "b"], None, []], ["", ["a", ""], [1], 7]),
-        ("stop_token_ids", [None, [1, 2], (3,)], [["a"], "a"]),
-        ("bad_words", [None, ["x"]], [[""], [1]]),
-        ("allowed_token_ids", [None, [1]], [[]]),
-        ("logit_bias", [None, {}, {1: 2.0, "3": -1}], [{"abc": 1}, {1: "x"}, {1: math.nan}]),
+        ("stop_token_ids", [None, [1, 2], (3,)], [["a"], "a", 5]),
+        ("bad_words", [None, ["x"]], [[""], [1], "x"]),
+        ("allowed_token_ids", [None, [1]], [[], 5, 0, "5", {1: 2}]),
+        ("logit_bias", [None, {}, {1: 2.0}], [{"abc": 1}, {1: "x"}, {1: math.nan}, [1], 5, "x"]),
+        ("logits_processors", [None, [], [max]], [5, max, [5], "max"]),
+        ("guided_decoding", [None], [{"regex": "a"}, "a", 5]),
+        ("ignore_eos", [True, 0, np.bool_(True)], ["false", 2, None, [1]]),
+        ("detokenize", [False], ["no"]),
+        ("skip_special_tokens", [False], ["no"]),
+        ("include_stop_str_in_output", [True], [{}]),
+        ("output_kind", [RequestOutputKind.FINAL_ONLY, 2], ["final", 7, None, [1]]),
     ],
 )
 def test_rules(field: str, good: list, bad: list) -> None:
@@ -82,6 +89,46 @@ def test_rules(field: str, good: list, bad: list) -> None:
             SamplingParams(**{field: value})
         assert isinstance(raised.value, ValueError)
         assert raised.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": math.inf}, "a finite number of at least 0, got inf"),
+        ({"temperature": "hot"}, "a finite number of at least 0, got 'hot'"),
+        ({"top_p": 2.0}, r"a number in \(0, 1\], got 2.0"),
+        ({"logit_bias": [1]}, r"a dict of token id to number, got \[1\]"),
+        (
+            {"guided_decoding": {"regex": "a"}},
+            r"GuidedDecodingParams, such as .*, got {'regex': 'a'}",
+        ),
+        ({"logits_processors": 5}, "a list of functions, got 5"),
+        ({"allowed_token_ids": 5}, r"a list of integers, got 5; write \[5\]"),
+        ({"bad_words": "x"}, r"a list of texts, got 'x'; write \['x'\]"),
+        ({"ignore_eos": "false"}, "True or False, got 'false'"),
+        ({"output_kind": "final"}, r"a RequestOutputKind \(CUMULATIVE, DELTA, .*, got 'final'"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict, message: str) -> None:
+    name = next(iter(fields))
+    later = SamplingParams()
+    setattr(later, name, fields[name])
+    ways = [lambda: SamplingParams(**fields), later.verify, later.clone]
+    if name != "guided_decoding":  # may be a dict inside of a dict
+        ways.append(lambda: SamplingParams.from_dict(fields))
+    ways.append(lambda: SamplingParams.from_optional(**fields))
+    for make in ways:
+        with pytest.raises(RequestError, match=f"^{name} must be {message}") as raised:
+            make()
+        assert raised.value.param == name
+
+
+def test_later_changes_are_brought_to_one_form() -> None:
+    params = SamplingParams()
+    params.stop, params.allowed_token_ids, params.logit_bias = "ab", (1, 2), {"3": 1}
+    params.verify()
+    assert (params.stop, params.allowed_token_ids) == (["ab"], [1, 2])
+    assert params.logit_bias == {3: 1.0}
 
 
 def test_rules_over_several_fields() -> None:
@@ -139,7 +186,7 @@ def test_numbers_of_numpy_become_pythons() -> None:
         with pytest.raises(RequestError, match=field):
             SamplingParams(**{field: wrong})
     for wrong in (["a"], 5.0, [True]):
-        with pytest.raises(RequestError, match="allowed_token_ids must be a list of int"):
+        with pytest.raises(RequestError, match="allowed_token_ids must be a list of integers"):
             SamplingParams(allowed_token_ids=wrong)
 
 
@@ -228,14 +275,25 @@ def test_guided_decoding() -> None:
     for given in (Answer, Answer(value=1)):
         schema = GuidedDecodingParams.from_optional(json=given).json
         assert schema["properties"]["value"]["type"] == "integer"
-    with pytest.raises(ValueError, match="JSON schema must be"):
+    assert GuidedDecodingParams(json=Answer) == GuidedDecodingParams.from_optional(json=Answer)
+    assert GuidedDecodingParams(choice=("a", "b")).choice == ["a", "b"]
+    with pytest.raises(ValueError, match=r"guided_json must be .* a pydantic model, got 3"):
         GuidedDecodingParams.from_optional(json=3)
+    for field, wrong in (
+        ("json", 3), ("regex", 5), ("choice", "a"), ("choice", [1]), ("grammar", ["a"]),
+        ("json_object", "yes"), ("whitespace_pattern", 1),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=f"^guided_{field} must be .*, got"):
+            GuidedDecodingParams(**{field: wrong})
 
 
 def test_beam_search_params() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     assert (params.ignore_eos, params.temperature, params.length_penalty) == (False, 0.0, 1.0)
-    for fields in ({"beam_width": 0}, {"max_tokens": 0}, {"temperature": -1}):
+    for fields in (
+        {"beam_width": 0}, {"max_tokens": 0}, {"temperature": -1}, {"ignore_eos": "no"},
+        {"length_penalty": math.inf},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(fields))):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields})
 

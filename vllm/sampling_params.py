@@ -17,19 +17,30 @@ from typing import Any, TypeAlias
 import msgspec
 
 from vllm.errors import RequestError
+from vllm.guided_decoding import GuidedDecodingParams
 from vllm.logger import init_logger, warn_once
 from vllm.utils.field_checks import (
     check_int,
     check_not_empty,
     check_range,
     parse_bias,
+    parse_callables,
     parse_count,
     parse_eos_ids,
-    parse_json_schema,
     parse_list,
+    parse_switch,
     parse_token_keys,
     to_builtin,
 )
+
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "LogitsProcessor",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SamplingType",
+]
 
 logger = init_logger(__name__)
 
@@ -56,73 +67,14 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # nothing until the end, then everything
 
 
-class GuidedDecodingParams(msgspec.Struct, omit_defaults=True):
-    """A form that the output must have; at most one of the first five fields.
-
-    Attributes:
-        json: JSON schema, as text or as a dict.
-        regex: regular expression that the whole output matches.
-        choice: the output is one of these strings.
-        grammar: context-free grammar, Lark or GBNF/EBNF text.
-        json_object: any JSON object.
-        backend: accepted for compatibility; every form is served by one library.
-        whitespace_pattern: regular expression of the white space allowed inside JSON.
-    """
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    backend: str | None = None
-    whitespace_pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        given = self.given_forms()
-        if len(given) > 1:
-            raise RequestError(
-                f"only one form of structured output can be asked for, but these were given: "
-                f"{', '.join(given)}; leave one",
-                param="guided_decoding",
-            )
-
-    def given_forms(self) -> list[str]:
-        """Return the names of the forms that are set."""
-        forms: list[tuple[str, object]] = [
-            ("json", self.json),
-            ("regex", self.regex),
-            ("choice", self.choice),
-            ("grammar", self.grammar),
-            ("json_object", self.json_object or None),
-        ]
-        return [name for name, value in forms if value is not None]
-
-    @classmethod
-    def from_optional(
-        cls,
-        json: str | dict[str, Any] | type | Any | None = None,
-        regex: str | None = None,
-        choice: list[str] | None = None,
-        grammar: str | None = None,
-        json_object: bool | None = None,
-        backend: str | None = None,
-        whitespace_pattern: str | None = None,
-    ) -> GuidedDecodingParams | None:
-        """Build from values that may be None; a pydantic model or class stands for its schema.
-
-        Returns: None when no form is given at all.
-        """
-        if json is None and not (regex or choice or grammar or json_object):
-            return None
-        return cls(
-            json=parse_json_schema(json),
-            regex=regex,
-            choice=choice,
-            grammar=grammar,
-            json_object=json_object,
-            backend=backend,
-            whitespace_pattern=whitespace_pattern,
-        )
+def _parse_output_kind(value: object) -> RequestOutputKind:
+    for kind in RequestOutputKind:
+        if value == kind:
+            return kind
+    names = ", ".join(kind.name for kind in RequestOutputKind)
+    raise RequestError(
+        f"output_kind must be a RequestOutputKind ({names}), got {value!r}", param="output_kind"
+    )
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
@@ -242,17 +194,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return cls(**values)
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, to_builtin(getattr(self, name)))
-        self.stop = parse_list(self.stop, "stop", str)
-        self.stop_token_ids = parse_list(self.stop_token_ids, "stop_token_ids", int)
-        self.bad_words = parse_list(self.bad_words, "bad_words", str)
-        allowed = self.allowed_token_ids
-        self.allowed_token_ids = allowed and parse_list(allowed, "allowed_token_ids", int)
-        self.seed = None if self.seed == -1 else self.seed
-        self.logprobs = parse_count(self.logprobs)
-        self.prompt_logprobs = parse_count(self.prompt_logprobs)
-        self.logit_bias = parse_bias(self.logit_bias)
         self.verify()
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             warn_once(
@@ -267,13 +208,43 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.output_text_buffer_length = max(len(s) for s in self.stop) - 1
 
     def verify(self) -> None:
-        """Check every field; the engine calls this again, since fields may be set later.
+        """Bring every field to one form and check it; the engine does again: some are set later.
 
         Raises: RequestError naming the field; TypeError for a top_k that is no integer.
         """
+        self._read_values()
+        self._read_collections()
         self._check_numbers()
         self._check_lengths()
         self._check_lists()
+
+    def _read_values(self) -> None:
+        for name in _NUMBERS:  # of numpy and others too; what is no number is refused below
+            if type(value := getattr(self, name)) not in _PLAIN_NUMBERS:
+                setattr(self, name, to_builtin(value))
+        for name in _SWITCHES:
+            if type(value := getattr(self, name)) is not bool:
+                setattr(self, name, parse_switch(value, name))
+        self.seed = None if self.seed == -1 else self.seed
+        self.logprobs = parse_count(self.logprobs)
+        self.prompt_logprobs = parse_count(self.prompt_logprobs)
+        if type(self.output_kind) is not RequestOutputKind:
+            self.output_kind = _parse_output_kind(self.output_kind)
+
+    def _read_collections(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self.stop = parse_list(stop, "stop", str) or []
+        self.stop_token_ids = parse_list(self.stop_token_ids, "stop_token_ids", int) or []
+        self.bad_words = parse_list(self.bad_words, "bad_words", str) or []
+        self.allowed_token_ids = parse_list(self.allowed_token_ids, "allowed_token_ids", int)
+        self.logit_bias = parse_bias(self.logit_bias)
+        self.logits_processors = parse_callables(self.logits_processors, "logits_processors")
+        if not isinstance(self.guided_decoding, GuidedDecodingParams | None):
+            raise RequestError(
+                "guided_decoding must be GuidedDecodingParams, such as "
+                f"GuidedDecodingParams(json_object=True), got {self.guided_decoding!r}",
+                param="guided_decoding",
+            )
 
     def _check_numbers(self) -> None:
         check_int("n", self.n, low=1)
@@ -379,8 +350,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def clone(self) -> SamplingParams:
         """Return a deep copy that shares the logits processors (they may not be copyable)."""
-        shared = {id(p): p for p in self.logits_processors or ()}
+        processors = parse_callables(self.logits_processors, "logits_processors")
+        shared = {id(p): p for p in processors or ()}
         return copy.deepcopy(self, memo=shared)
+
+
+_PLAIN_NUMBERS = frozenset((int, float, type(None)))
+_NUMBERS = tuple(
+    name
+    for name, kind in SamplingParams.__annotations__.items()
+    if set(kind.split(" | ")) <= {"int", "float", "None"}
+)
+_SWITCHES = tuple(n for n, kind in SamplingParams.__annotations__.items() if kind == "bool")
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
@@ -394,6 +375,8 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            setattr(self, name, parse_switch(getattr(self, name), name))
         check_int("beam_width", self.beam_width, low=1)
         check_int("max_tokens", self.max_tokens, low=1)
         check_range("temperature", self.temperature, 0.0, math.inf)

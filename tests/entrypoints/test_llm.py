@@ -165,7 +165,7 @@ def test_numbers_of_any_size(llm: LLM) -> None:
 def test_fields_set_after_construction_are_checked_too(llm: LLM) -> None:
     params = SamplingParams()
     params.temperature = -1.0
-    with pytest.raises(RequestError, match="temperature must be in"):
+    with pytest.raises(RequestError, match="temperature must be a finite number"):
         run(llm, "A", params)
 
 

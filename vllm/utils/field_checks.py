@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from vllm.errors import RequestError
@@ -35,12 +35,21 @@ def check_range(
     name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> None:
     """Raise RequestError unless `value` is a finite number from `low` to `high`."""
-    allowed = f"{'(' if open_low else '['}{low:g}, {high:g}]"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise RequestError(f"{name} must be a number in {allowed}, got {value!r}", param=name)
+        allowed = _describe_range(low, high, open_low=open_low)
+        raise RequestError(f"{name} must be {allowed}, got {value!r}", param=name)
     is_low = value <= low if open_low else value < low
     if math.isnan(value) or math.isinf(value) or is_low or value > high:
-        raise RequestError(f"{name} must be in {allowed}, got {value}", param=name)
+        allowed = _describe_range(low, high, open_low=open_low)
+        raise RequestError(f"{name} must be {allowed}, got {value}", param=name)
+
+
+def _describe_range(low: float, high: float, *, open_low: bool) -> str:
+    if math.isinf(low):
+        return "a finite number"
+    if math.isinf(high):
+        return f"a finite number {'above' if open_low else 'of at least'} {low:g}"
+    return f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
 
 
 def check_not_empty(name: str, ids: Sequence[int] | None) -> None:
@@ -51,20 +60,42 @@ def check_not_empty(name: str, ids: Sequence[int] | None) -> None:
         )
 
 
+def parse_switch(value: object, name: str) -> bool:
+    """Return a truth value, given as such (numpy's too) or as 0 or 1; text is none."""
+    if isinstance(value, Hashable) and value in (0, 1):
+        return bool(value)
+    raise RequestError(f"{name} must be True or False, got {value!r}", param=name)
+
+
+def check_text(value: object, name: str) -> None:
+    """Raise RequestError unless `value` is text or None."""
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{name} must be text, got {value!r}", param=name)
+
+
+def parse_callables(value: Any, name: str) -> list[Callable[..., Any]] | None:
+    """Return a list of functions, from several or from None, which stays."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and all(callable(one) for one in value):
+        return list(value)
+    raise RequestError(f"{name} must be a list of functions, got {value!r}", param=name)
+
+
 def parse_count(value: int | bool | None) -> int | None:
     """Return a count; True is 1, False is None."""
     return 1 if value is True else None if value is False else value
 
 
-def parse_list(value: Any, name: str, item: type) -> list[Any]:
-    """Return a list of `item`, from None, one item, or several."""
+def parse_list(value: Any, name: str, item: type) -> list[Any] | None:
+    """Return a list of `item`, from several or from None, which stays."""
     if value is None:
-        return []
-    if isinstance(value, item):
-        return [value]
+        return None
     items = [to_builtin(v) for v in value] if isinstance(value, (list, tuple, set)) else None
     if items is None or not all(isinstance(v, item) and not isinstance(v, bool) for v in items):
-        raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}", param=name)
+        hint = f"; write [{value!r}]" if isinstance(value, item) else ""
+        words = {int: "integers", str: "texts"}[item]
+        raise RequestError(f"{name} must be a list of {words}, got {value!r}{hint}", param=name)
     return items
 
 
@@ -72,6 +103,10 @@ def parse_token_keys(bias: Mapping[Any, float] | None) -> dict[int, float] | Non
     """Return a bias by token id, from ids as numbers or as text."""
     if bias is None:
         return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(
+            f"logit_bias must be a dict of token id to number, got {bias!r}", param="logit_bias"
+        )
     result = {}
     for key, value in bias.items():
         try:
@@ -108,8 +143,7 @@ def parse_json_schema(value: Any) -> str | dict[str, Any] | None:
         schema: dict[str, Any] = value.model_json_schema()
         return schema
     raise RequestError(
-        f"a JSON schema must be text, a dict or a pydantic model, not {type(value).__name__}",
-        param="guided_json",
+        f"guided_json must be text, a dict or a pydantic model, got {value!r}", param="guided_json"
     )
 
 

@@ -30,7 +30,7 @@ import pytest
         ({"prompt": "a", "n": 2, "temperature": 0}, "n", "temperature is 0"),
         ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "at least n"),
         ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "streamed"),
-        ({"prompt": "a", "temperature": -1}, "temperature", "[0, inf]"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "of at least 0"),
         ({"prompt": "a", "top_p": 0}, "top_p", "(0, 1]"),
         ({"prompt": "a", "top_k": 0}, "top_k", "-1"),
         ({"prompt": "a", "seed": 2**63}, "seed", "less than"),
