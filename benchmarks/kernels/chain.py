@@ -30,6 +30,7 @@ from vllm._custom_ops.fused_qkv import qkv_norm_rope_cache
 from vllm._custom_ops.norm import add_parts_rms_norm, fused_add_rms_norm
 from vllm._custom_ops.triton import attention_decode, linear
 from vllm._custom_ops.triton.attention_args import AttentionArgs
+from vllm._custom_ops.triton.device import has_warp_group_products
 from vllm._custom_ops.triton.linear_table import SkinnyConfig, choose_config, count_parts
 
 HIDDEN, INNER, SEQ_LEN, EPSILON = 3584, 18944, 640, 1e-6
@@ -137,7 +138,13 @@ class Layer:
             return None
         is_gated = name == "gate_up"
         form = variant.forms.get(name)
-        form = form or choose_config(x.shape[0], out.shape[1], x.shape[1], is_gated=is_gated)
+        form = form or choose_config(
+            x.shape[0],
+            out.shape[1],
+            x.shape[1],
+            is_gated=is_gated,
+            has_warp_groups=has_warp_group_products(x.device),
+        )
         linear.launch_skinny(out, x, weight, bias, "silu" if is_gated else "", form)
         return None
 

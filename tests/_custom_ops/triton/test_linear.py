@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -170,12 +171,22 @@ def test_no_rows(device: str) -> None:
 @pytest.mark.parametrize("k", [64, 3584, 18944])
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 64])
 def test_every_part_of_k_has_work(n: int, k: int, num_rows: int) -> None:
-    for is_gated in (False, True):
-        config = linear_table.choose_config(num_rows, n, k, is_gated=is_gated)
+    for is_gated, is_hopper in itertools.product((False, True), repeat=2):
+        config = linear_table.choose_config(
+            num_rows, n, k, is_gated=is_gated, has_warp_groups=is_hopper
+        )
         assert not config.is_vector or num_rows == 1
         splits, blocks = linear_table.count_splits(config, n, k, 132)
         assert splits >= 1
         assert (splits - 1) * blocks * config.block_k < k <= splits * blocks * config.block_k
+
+
+@pytest.mark.parametrize("num_rows", [16, 32, 64])
+def test_before_hopper_two_gated_programs_find_room(num_rows: int) -> None:
+    shared_bytes = 163 << 10  # A100
+    config = linear_table.choose_config(num_rows, 18944, 3584, is_gated=True, has_warp_groups=False)
+    tile_bytes = 2 * config.block_k * (num_rows + 2 * config.block_n)
+    assert 2 * config.num_stages * tile_bytes < shared_bytes
 
 
 def test_other_shapes_are_torchs() -> None:
@@ -213,7 +224,7 @@ def test_where_products_leave_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(16, 4096, 14336) == 4, "the processors are full of tiles as they are"
     monkeypatch.setattr(linear_table, "count_processors", lambda device: 108)
     monkeypatch.setattr(linear_table, "has_warp_group_products", lambda device: False)
-    assert [count(16, *nk) for nk in QWEN2] == [3, 0, 3]
+    assert [count(16, *nk) for nk in QWEN2] == [3, 3, 3]
     assert [count(64, *nk) for nk in QWEN2] == [0, 0, 0]
     assert count(16, 1280, 3584) == MAX_PARTS, "more would be added up by a launch of its own"
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm._custom_ops.triton.arrival import NUM_COUNTERS, get_counters, is_last_to_arrive
-from vllm._custom_ops.triton.device import count_processors, fit_stages
+from vllm._custom_ops.triton.device import count_processors, fit_stages, has_warp_group_products
 from vllm._custom_ops.triton.launch import fast_launch
 from vllm._custom_ops.triton.linear_table import (
     MAX_ROWS,
@@ -224,6 +224,14 @@ def _launch(
     )
 
 
+def _choose_form(x_TK: Tensor, num_outputs: int, *, is_gated: bool) -> SkinnyConfig:
+    num_rows, k = x_TK.shape
+    has_warp_groups = has_warp_group_products(x_TK.device)
+    return choose_config(
+        num_rows, num_outputs, k, is_gated=is_gated, has_warp_groups=has_warp_groups
+    )
+
+
 def skinny_linear(
     out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None
 ) -> None:
@@ -231,7 +239,7 @@ def skinny_linear(
     _check("skinny_linear", out_TN, x_TK, weight_NK, bias_N, parts=1)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(x_TK.shape[0], out_TN.shape[1], x_TK.shape[1], is_gated=False)
+    config = _choose_form(x_TK, out_TN.shape[1], is_gated=False)
     launch_skinny(out_TN, x_TK, weight_NK, bias_N, _PLAIN, config)
 
 
@@ -253,7 +261,7 @@ def skinny_gated_linear(
         if tile is not None:
             stream_gated(out_TI, x_TK, weight_2IK, activation, tile)
             return
-    config = choose_config(*sizes, is_gated=True)
+    config = _choose_form(x_TK, out_TI.shape[1], is_gated=True)
     launch_skinny(out_TI, x_TK, weight_2IK, bias_2I, activation, config)
 
 
@@ -264,7 +272,7 @@ def skinny_relu2_linear(
     _check("skinny_relu2_linear", out_TN, x_TK, weight_NK, bias_N, parts=1)
     if x_TK.shape[0] == 0:
         return
-    config = choose_config(x_TK.shape[0], out_TN.shape[1], x_TK.shape[1], is_gated=False)
+    config = _choose_form(x_TK, out_TN.shape[1], is_gated=False)
     launch_skinny(out_TN, x_TK, weight_NK, bias_N, RELU2, config)
 
 
@@ -283,7 +291,7 @@ def skinny_linear_parts(parts_PTN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> N
     if can_stream(x_TK, weight_NK) and is_streamed(*sizes, num_sms):
         stream_parts(parts_PTN, x_TK, weight_NK, choose_tile(*sizes, num_sms))
         return
-    config = choose_config(*sizes, is_gated=False)
+    config = _choose_form(x_TK, parts_PTN.shape[2], is_gated=False)
     launch_parts(parts_PTN, x_TK, weight_NK, config)
 
 

@@ -51,7 +51,10 @@ _FULL_SHARE = 0.9  # of the processors' room; then few rows need not stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """Which products; `k_step` divides their K. Torch multiplies those where `is_ours` is not."""
+    """Which products; `k_step` divides their K. Torch multiplies those where `is_ours` is not.
+
+    `before_hopper` is the form for devices whose warps multiply one by one, if it is another.
+    """
 
     max_rows: int
     is_gated: bool
@@ -59,6 +62,7 @@ class _Row:
     max_k: int = _UNBOUNDED
     k_step: int = 1
     config: SkinnyConfig
+    before_hopper: SkinnyConfig | None = None
     is_ours: bool = True
 
     def fits(self, num_rows: int, num_outputs: int, k: int, is_gated: bool) -> bool:
@@ -80,6 +84,7 @@ _STREAM_ONE = replace(_STREAM, programs_per_sm=1)
 _STREAM_FOUR = SkinnyConfig(
     block_n=64, block_k=64, num_stages=5, programs_per_sm=4, is_swapped=True
 )
+_PAIR = SkinnyConfig(block_n=64, block_k=64, num_stages=3, programs_per_sm=2, is_swapped=True)
 _MANY_GATED = SkinnyConfig(block_n=64, block_k=64, num_stages=6, programs_per_sm=4)
 _MANY = SkinnyConfig(block_n=128, block_k=64, num_stages=4, programs_per_sm=2)
 
@@ -88,15 +93,22 @@ _TABLE = (
     _Row(max_rows=32, is_gated=True, max_outputs=1024, config=_SMALL),
     _Row(max_rows=32, is_gated=True, max_outputs=4096, config=_SPLIT, is_ours=False),
     _Row(max_rows=32, is_gated=True, max_outputs=16384, config=_SPLIT),
-    _Row(max_rows=32, is_gated=True, config=_STREAM_ONE),
+    _Row(max_rows=32, is_gated=True, config=_STREAM_ONE, before_hopper=_PAIR),
     _Row(max_rows=64, is_gated=True, max_outputs=16384, config=_SPLIT, is_ours=False),
-    _Row(max_rows=64, is_gated=True, config=_MANY_GATED),
+    _Row(max_rows=64, is_gated=True, config=_MANY_GATED, before_hopper=_PAIR),
     _Row(max_rows=1, is_gated=False, max_outputs=2048, k_step=1024, config=_LONG_VECTOR),
     _Row(max_rows=1, is_gated=False, max_outputs=3584, max_k=2560, k_step=512, config=_VECTOR),
     _Row(max_rows=32, is_gated=False, max_outputs=1024, config=_SMALL),
     _Row(max_rows=32, is_gated=False, max_outputs=16384, max_k=2560, config=_SPLIT, is_ours=False),
     _Row(max_rows=16, is_gated=False, max_outputs=2048, config=_SPLIT),
-    _Row(max_rows=16, is_gated=False, max_outputs=4096, max_k=4096, config=_STREAM_ONE),
+    _Row(
+        max_rows=16,
+        is_gated=False,
+        max_outputs=4096,
+        max_k=4096,
+        config=_STREAM_ONE,
+        before_hopper=_STREAM,
+    ),
     _Row(max_rows=16, is_gated=False, max_outputs=8192, config=_STREAM),
     _Row(max_rows=32, is_gated=False, max_outputs=4096, config=_SPLIT),
     _Row(max_rows=32, is_gated=False, max_outputs=16384, config=_SPLIT, is_ours=False),
@@ -129,6 +141,12 @@ longer: they are launched only when their inputs are there, ours before that (`o
     shared    2x2816 x 2048       10.8  11.8  18.1      8.4   8.3   9.6
     shared    2x512  x 2048        5.6   6.8  15.9     13.0   6.0   5.9
     kv_a         576 x 2048        4.0   5.0  12.0      6.1   5.9   6.0
+
+Instructions of sm_80 on the same GPU, played as 108 processors, at 16, 32 and 64 rows: what was
+chosen for Hopper, and what is better there, since two programs find room on a processor:
+
+    gate_up  2x18944 x 3584       76.7  75.7 204.8     68.1  69.8  77.8   (_PAIR)
+    o           3584 x 3584       12.7    -     -      10.5    -     -    (_STREAM)
 """
 
 
@@ -147,9 +165,17 @@ def is_skinny(num_rows: int, num_outputs: int, k: int, *, is_gated: bool = False
     return _find_row(num_rows, num_outputs, k, is_gated).is_ours
 
 
-def choose_config(num_rows: int, num_outputs: int, k: int, *, is_gated: bool) -> SkinnyConfig:
-    """Return how to multiply up to MAX_ROWS rows; arguments as in `is_skinny`."""
-    return _find_row(num_rows, num_outputs, k, is_gated).config
+def choose_config(
+    num_rows: int, num_outputs: int, k: int, *, is_gated: bool, has_warp_groups: bool
+) -> SkinnyConfig:
+    """Return how to multiply up to MAX_ROWS rows.
+
+    Args:
+        num_rows, num_outputs, k, is_gated: as in `is_skinny`.
+        has_warp_groups: what `device.has_warp_group_products` says.
+    """
+    row = _find_row(num_rows, num_outputs, k, is_gated)
+    return row.config if has_warp_groups else row.before_hopper or row.config
 
 
 def _find_row(num_rows: int, num_outputs: int, k: int, is_gated: bool) -> _Row:
@@ -183,7 +209,7 @@ def is_streamed(num_rows: int, num_outputs: int, k: int, num_sms: int) -> bool:
         return False
     if num_rows > FEW_ROWS or not is_skinny(*sizes):
         return True
-    config = choose_config(*sizes, is_gated=False)
+    config = choose_config(*sizes, is_gated=False, has_warp_groups=True)
     num_parts, _ = count_splits(config, num_outputs, k, num_sms)
     num_programs = num_parts * cdiv(num_outputs, config.block_n)
     return num_programs < _FULL_SHARE * config.programs_per_sm * num_sms
@@ -199,9 +225,11 @@ def count_parts(num_rows: int, num_outputs: int, k: int, device: torch.device) -
     if device.type != "cuda" or not 0 < num_rows <= MAX_ROWS:
         return 0
     num_sms, sizes = count_processors(device), (num_rows, num_outputs, k)
-    if has_warp_group_products(device) and is_streamed(*sizes, num_sms):
+    has_warp_groups = has_warp_group_products(device)
+    if has_warp_groups and is_streamed(*sizes, num_sms):
         return count_stream_parts(*sizes, num_sms)
     if not is_skinny(*sizes):
         return 0
-    num_parts, _ = count_splits(choose_config(*sizes, is_gated=False), num_outputs, k, num_sms)
+    config = choose_config(*sizes, is_gated=False, has_warp_groups=has_warp_groups)
+    num_parts, _ = count_splits(config, num_outputs, k, num_sms)
     return min(num_parts, MAX_PARTS) if num_parts > 1 else 0
