@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.utils.fixtures_models import chain_text
 from tests.utils.one_thread import one_thread  # noqa: F401  a fixture for the whole module
 from tests.utils.tiny_models import TinyModels
-from vllm import LLM, SamplingParams
+from vllm import LLM, AsyncEngineArgs, EngineArgs, SamplingParams
 from vllm.errors import ConfigError, RequestError
 
 SPELLING = {ord("C"): 257, 257: ord("G"), ord("G"): 258, 258: ord("J"), ord("J"): ord("K")}
@@ -78,20 +82,44 @@ def test_unknown_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("enforce_eager", "false", "True or False"),
+        ("enforce_eager", "false", "True, False or None"),
         ("trust_remote_code", "no", "True or False"),
-        ("max_model_len", "512", "a number"),
+        ("trust_remote_code", 2, "True or False"),
+        ("trust_remote_code", None, "True or False"),
+        ("max_model_len", "512", "a whole number or None"),
+        ("max_model_len", 512.5, "a whole number or None"),
+        ("max_num_seqs", None, "a whole number"),
+        ("max_num_seqs", True, "a whole number"),
         ("gpu_memory_utilization", "0.5", "a number"),
-        ("tensor_parallel_size", [2], "a number"),
+        ("tensor_parallel_size", [2], "a whole number"),
         ("model", 5, "text"),
+        ("tokenizer", 5, "text or None"),
         ("load_format", {"auto": 1}, "text"),
+        ("rope_scaling", "linear", "a dict or None"),
+        ("served_model_name", 5, "text, a list or None"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused_before_anything_is_read(
     name: str, value: object, words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be {words}, got"):
-        LLM(**{"model": "/no/such/model", name: value})
+    message = f"^{name} must be {words}, got {re.escape(repr(value))}"
+    for make in (LLM, EngineArgs, AsyncEngineArgs):
+        with pytest.raises(ConfigError, match=message):
+            make(**{"model": "/no/such/model", name: value})
+
+
+def test_fields_of_a_derived_class_are_its_own_matter() -> None:
+    @dataclass
+    class Derived(EngineArgs):
+        extra: object = None
+
+    assert Derived(extra=5).extra == 5
+
+
+def test_paths_and_element_types_are_taken_by_name(tmp_path: Path) -> None:
+    args = EngineArgs(model=tmp_path, tokenizer=tmp_path, dtype=torch.float32)
+    assert (args.model, args.tokenizer) == (str(tmp_path), str(tmp_path))
+    assert args.dtype == "torch.float32"
 
 
 def test_arguments_that_stand_for_text_and_numbers_pass(tiny_models: TinyModels) -> None:

@@ -1,40 +1,68 @@
 """Whether arguments of the Python API are of the kind that their fields say.
 
 The command line parses its flags; keywords come as they are. Text would pass as a switch ("false"
-is true), or fail far inside as a number.
+is true), or fail far inside as a number. Called by `engine/arg_utils.py` whenever arguments are
+made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
-from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 
-_TEXT = {"str", "None"}
-_SWITCH = {"bool", "None"}
-_NUMBER = {"int", "float", "None"}
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, int) and value in (0, 1)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """Paths, classes and enumerations pass; None has a name of its own."""
+    is_other = isinstance(value, (int, float, Mapping, list, tuple, set))
+    return value is not None and not is_other
+
+
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "bool": ("True, False", _is_switch),
+    "int": ("a whole number", _is_whole),
+    "float": ("a number", _is_number),
+    "str": ("text", _is_text),
+    "list": ("a list", lambda value: isinstance(value, (list, tuple))),
+    "tuple": ("a tuple", lambda value: isinstance(value, (list, tuple))),
+    "dict": ("a dict", lambda value: isinstance(value, Mapping)),
+    "type": ("a class", lambda value: isinstance(value, type)),
+    "None": ("None", lambda value: value is None),
+}
+"""Of each kind that a field's annotation may name: words for it, whether a value fits."""
 
 
 def check_argument_types(args: EngineArgs) -> None:
-    """Look at every field; paths, classes and enumerations pass as text.
+    """Look at every field whose annotation is known here.
 
     Raises:
-        ConfigError: text where a switch or a number belongs, or the other way round.
+        ConfigError: a value is of none of the kinds that its field takes.
     """
     for field in fields(args):
-        kinds = set(str(field.type).split(" | "))
+        names = [kind.partition("[")[0] for kind in str(field.type).split(" | ")]
+        if not _KINDS.keys() >= set(names):
+            continue  # of a class derived from ours
         value = getattr(args, field.name)
-        if value is None and "None" in kinds:
-            continue
-        if kinds <= _SWITCH:
-            is_fit, wanted = isinstance(value, (bool, int)), "True or False"
-        elif kinds <= _NUMBER:
-            is_fit, wanted = not isinstance(value, (str, Mapping, list)), "a number"
-        elif kinds <= _TEXT:
-            is_fit, wanted = not isinstance(value, (bool, int, float, Mapping, list)), "text"
-        else:
-            continue
-        if not is_fit:
-            raise ConfigError(f"{field.name} must be {wanted}, got {value!r}")
+        if not any(_KINDS[name][1](value) for name in names):
+            words = ", ".join(_KINDS[name][0] for name in names)
+            raise ConfigError(
+                f"{field.name} must be {' or '.join(words.rsplit(', ', 1))}, got {value!r}"
+            )

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from vllm.beam_search import BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.entrypoints.argument_types import check_argument_types
 from vllm.entrypoints.offline_beam_search import search_beams
 from vllm.entrypoints.offline_requests import (
     attach_guided_options,
@@ -89,13 +88,13 @@ class LLM:
         """
         kwargs.setdefault("disable_log_stats", True)
         args = EngineArgs(
-            model=_as_text(model),
-            tokenizer=None if tokenizer is None else _as_text(tokenizer),
+            model=cast(str, model),  # EngineArgs takes the names of paths
+            tokenizer=cast("str | None", tokenizer),
             tokenizer_mode=tokenizer_mode,
             skip_tokenizer_init=skip_tokenizer_init,
             trust_remote_code=trust_remote_code,
             tensor_parallel_size=tensor_parallel_size,
-            dtype=str(dtype),
+            dtype=dtype,
             quantization=quantization,
             revision=revision,
             tokenizer_revision=tokenizer_revision,
@@ -111,7 +110,6 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
             **kwargs,
         )
-        check_argument_types(args)
         self.llm_engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         self.request_counter = Counter()
 
@@ -288,7 +286,3 @@ class LLM:
             engine.abort_request(i for i in ids if i not in finished)
             raise
         return [finished[i] for i in ids]
-
-
-def _as_text(name: str | os.PathLike[str]) -> str:
-    return os.fspath(name) if isinstance(name, os.PathLike) else name
