@@ -49,6 +49,10 @@ def test_value_keeps_its_underscores() -> None:
         (("--enable-chunked-prefill",), True),
         (("--enable-chunked-prefill", "false"), False),
         (("--enable_chunked_prefill=False",), False),
+        (("--enable-chunked-prefill", "off"), False),
+        (("--enable-chunked-prefill", "Yes"), True),
+        (("--enable-chunked-prefill", "true", "--enable-chunked-prefill", "auto"), None),
+        (("--enable-chunked-prefill=auto",), None),
         (("--no-enable-chunked-prefill",), False),
         (("--no-enable-chunked-prefill=false",), True),
     ],
@@ -59,17 +63,57 @@ def test_switches(args: tuple[str, ...], expected: bool | None) -> None:
     assert parsed.model_tag == "model", "a switch does not swallow what follows"
 
 
-def test_switch_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--enable-prefix-caching=maybe")
-    assert "expected true or false, got 'maybe'" in capsys.readouterr().err
-
-
-def test_unknown_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--enable-prefix-caching=maybe",), "expected true or false, got 'maybe'"),
+        (("--enable-chunked-prefill=maybe",), "expected true, false or auto, got 'maybe'"),
+        (
+            ("m", "--enable-prefix-caching", "maybe"),
+            "--enable-prefix-caching takes true or false, or stands alone; got 'maybe'",
+        ),
+        (
+            ("m", "--enable_chunked_prefill", "maybe", "--port", "1"),
+            "--enable-chunked-prefill takes true, false or auto, or stands alone; got 'maybe'",
+        ),
+        (("m", "--enable-prefix-caching", "auto"), "takes true or false, or stands alone"),
+        (
+            ("--enable-prefix-caching", "maybe", "m"),
+            "unrecognized arguments: m (--enable-prefix-caching takes true or false; 'maybe' behind",
+        ),
+        (("m", "extra", "--quiet"), "unrecognized arguments: extra\n"),
+    ],
+)
+def test_switch_refuses_nonsense(
+    args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
-        parse("m", "--max-model-lenght", "9")
+        parse(*args)
     assert raised.value.code == 2
-    assert "did you mean --max-model-len?" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        ("--max-model-lenght", "--max-model-len"),
+        ("--max_model_length", "--max-model-len"),
+        ("--prot", "--port"),
+        ("--prefix-caching", "--enable-prefix-caching"),
+        ("--no-enable-prefix-cache", "--no-enable-prefix-caching"),
+        ("--wrong-flag", None),
+        ("--max-tokens", None),
+        ("--temperature", None),
+    ],
+)
+def test_unknown_flag_is_explained(
+    flag: str, near: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse("m", f"{flag}=9")
+    assert raised.value.code == 2
+    said = capsys.readouterr().err
+    assert f"(did you mean {near}?)" in said if near else "did you mean" not in said
 
 
 CONFIG = """

@@ -156,7 +156,7 @@ _CACHE = (
 _HYBRID = (
     _switch(
         "hybrid_mode",
-        "each layer keeps what it needs; false keeps every token in every layer (unset: by model)",
+        "each layer keeps what it needs; false keeps every token in every layer (auto: by model)",
     ),
     Flag(field="hybrid_config", help="JSON file: block size, kernel, ratio of each layer type"),
     _switch("hybrid_strict", "a kernel that is not available is an error, not replaced"),

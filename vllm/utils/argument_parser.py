@@ -8,12 +8,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
+_AUTO = "auto"
+# How much of two names is alike, from 0 to 1, so that one is offered for the other: --port for
+# --prot (0.75), nothing for what shares single letters or a word of several.
+_CLOSE = 0.75
 
 
 def parse_bool(text: str) -> bool:
@@ -26,6 +32,15 @@ def parse_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
 
 
+def _parse_bool_or_auto(text: str) -> bool | None:
+    if text.strip().lower() == _AUTO:
+        return None
+    try:
+        return parse_bool(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected true, false or auto, got {text!r}") from None
+
+
 def parse_positive(text: str) -> int:
     """Return a number of at least 1; raises argparse.ArgumentTypeError otherwise."""
     if not text.strip().isdecimal() or int(text) < 1:
@@ -34,7 +49,7 @@ def parse_positive(text: str) -> int:
 
 
 class StoreBoolean(argparse.Action):
-    """A switch: `--x`, `--no-x`, `--x true`, `--x=false`."""
+    """A switch: `--x`, `--no-x`, `--x true`, `--x=false`; `--x auto` where the default is None."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, default: bool | None = False, **kwargs: Any
@@ -43,10 +58,18 @@ class StoreBoolean(argparse.Action):
         every = list(option_strings)
         every += [f"--no-{o[2:]}" for o in option_strings if o.startswith("--")]
         kwargs.pop("nargs", None)
-        kwargs.pop("type", None)
-        super().__init__(
-            every, dest, nargs="?", const=True, default=default, type=parse_bool, **kwargs
-        )
+        kwargs["type"] = _parse_bool_or_auto if default is None else parse_bool
+        super().__init__(every, dest, nargs="?", const=True, default=default, **kwargs)
+
+    @property
+    def words(self) -> str:
+        """The values that it takes, for messages."""
+        return "true or false" if self.type is parse_bool else "true, false or auto"
+
+    def reads(self, text: str) -> bool:
+        """Whether `text` behind the switch is its value; anything else is a positional."""
+        lowered = text.lower()
+        return lowered in (*_TRUE, *_FALSE) or (lowered == _AUTO and self.type is not parse_bool)
 
     def __call__(
         self,
@@ -57,7 +80,7 @@ class StoreBoolean(argparse.Action):
     ) -> None:
         """Store the value, turned round for the `--no-` form."""
         negated = (option_string or "").startswith("--no-")
-        setattr(namespace, self.dest, bool(values) is not negated)
+        setattr(namespace, self.dest, None if values is None else bool(values) is not negated)
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -102,20 +125,17 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """Parse, and explain flags that do not exist."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = self.parse_known_args(given, namespace)
         if unknown:
-            self.error(self._explain_unknown(unknown))
+            self.error(self._explain_switch(given, unknown) or self._explain_unknown(unknown))
         return parsed
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Rewrite names to dashes, put the YAML file's flags in, then parse."""
-        if args is None:
-            import sys  # noqa: PLC0415  the default is looked up late, as argparse does
-
-            args = sys.argv[1:]
-        given = [_with_dashes(token) for token in args]
+        given = [_with_dashes(token) for token in (sys.argv[1:] if args is None else args)]
         if "--config" in self._option_string_actions:
             given = self._with_config_file(given)
         return super().parse_known_args(list(self._join_switches(given)), namespace)
@@ -126,8 +146,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         while position < len(args):
             token = args[position]
             position += 1
-            if isinstance(self._option_string_actions.get(token), StoreBoolean):
-                has_value = position < len(args) and args[position].lower() in ("true", "false")
+            action = self._option_string_actions.get(token)
+            if isinstance(action, StoreBoolean):
+                has_value = position < len(args) and action.reads(args[position])
                 yield f"{token}={args[position] if has_value else 'true'}"
                 position += has_value
             else:
@@ -192,23 +213,41 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             return [f"{name}={json.dumps(value)}"]
         return [f"{name}={value}"]
 
+    def _explain_switch(self, given: Sequence[str], unknown: Sequence[str]) -> str | None:
+        """Return what is wrong with a word behind a switch that is no value of it, if one is."""
+        known = self._all_options()
+        for flag, word in pairwise(map(_with_dashes, given)):
+            action = known.get(flag)
+            if not isinstance(action, StoreBoolean) or word.startswith("-") or action.reads(word):
+                continue
+            if word in unknown:
+                return f"{flag} takes {action.words}, or stands alone; got {word!r}"
+            if not unknown[0].startswith("-"):  # the word took the place of this one
+                return (
+                    f"unrecognized arguments: {', '.join(unknown)} ({flag} takes {action.words}; "
+                    f"{word!r} behind it was read as another argument)"
+                )
+        return None
+
     def _explain_unknown(self, unknown: Sequence[str]) -> str:
-        known = sorted(self._all_option_strings())
+        known = {name.lstrip("-"): name for name in sorted(self._all_options())}
         parts = []
         for token in unknown:
             name = token.partition("=")[0]
-            near = difflib.get_close_matches(name, known, n=1) if name.startswith("-") else []
-            parts.append(f"{token} (did you mean {near[0]}?)" if near else token)
+            stems = [k for k in known if name.startswith("--no-") or not k.startswith("no-")]
+            is_flag = name.startswith("-")
+            near = is_flag and difflib.get_close_matches(name.lstrip("-"), stems, 1, _CLOSE)
+            parts.append(f"{token} (did you mean {known[near[0]]}?)" if near else token)
         return f"unrecognized arguments: {', '.join(parts)}"
 
-    def _all_option_strings(self) -> set[str]:
-        names = set(self._option_string_actions)
+    def _all_options(self) -> dict[str, argparse.Action]:
+        options = dict(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for child in action.choices.values():
                     if isinstance(child, FlexibleArgumentParser):
-                        names |= child._all_option_strings()
-        return names
+                        options |= child._all_options()
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Print one line and the way to the help, then exit with status 2."""
