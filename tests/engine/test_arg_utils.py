@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.utils.tiny_models import TinyModels
-from vllm import AsyncEngineArgs, EngineArgs
+from vllm import LLM, AsyncEngineArgs, EngineArgs
 from vllm.config import DummyConfig, EngineConfig
 from vllm.config.resolve import _resolve_scheduler
 from vllm.errors import ConfigError
@@ -311,6 +312,39 @@ def test_what_has_no_effect_is_said_once(
 def test_made_up_weights(model: Path, options: dict | str | None, expected: DummyConfig) -> None:
     found = resolve(model, load_format="dummy", model_loader_extra_config=options).load_config
     assert found.dummy == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "rope_scaling": {"type": "longrope"},
+            "quantization_config": {"quant_method": "awq"},
+        },
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "text_config": {"model_type": "llama"},
+        },
+        {"model_type": "phi3"},
+    ],
+)
+def test_the_family_is_judged_first(tmp_path: Path, config: dict) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    name = (config.get("architectures") or [""])[0]
+    for make in (LLM, lambda model: EngineArgs(model).create_engine_config()):
+        with pytest.raises(ConfigError, match=rf"{name}.* not supported; .*, LlamaForCausalLM, "):
+            make(str(tmp_path))
+
+
+def test_a_family_without_class_names_is_known_by_its_type(tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+    assert made.model_config.architectures == ("LlamaForCausalLM",)
 
 
 def test_gguf(smollm2_gguf: Path) -> None:

@@ -79,7 +79,7 @@ def test_switches(args: tuple[str, ...], expected: bool | None) -> None:
         (("m", "--enable-prefix-caching", "auto"), "takes true or false, or stands alone"),
         (
             ("--enable-prefix-caching", "maybe", "m"),
-            "unrecognized arguments: m (--enable-prefix-caching takes true or false; 'maybe' behind",
+            "unrecognized arguments: m (--enable-prefix-caching takes true or false; 'maybe'",
         ),
         (("m", "extra", "--quiet"), "unrecognized arguments: extra\n"),
     ],

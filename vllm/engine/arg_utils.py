@@ -17,7 +17,9 @@ from vllm.engine.argument_types import check_argument_types
 from vllm.engine.flags import ASYNC_FLAGS, ENGINE_FLAGS, Flag
 from vllm.hybrid.resolve import resolve_hybrid
 from vllm.hybrid.state_dtype import decide_state_dtype
+from vllm.model_executor.models import ModelRegistry
 from vllm.plugins import load_general_plugins
+from vllm.transformers_utils.config import find_architectures
 from vllm.utils.argument_parser import FlexibleArgumentParser, StoreBoolean
 
 DEFAULT_MODEL = "facebook/opt-125m"
@@ -152,8 +154,12 @@ class EngineArgs:
     def create_engine_config(self) -> EngineConfig:
         """Resolve every field.
 
-        Raises: ConfigError naming the flag, what was given and what is allowed.
+        Raises: ConfigError naming the flag or the model's family, what was given and what is
+            allowed.
         """
+        ModelRegistry.check_architectures(  # before anything else of the model can be missed
+            find_architectures(self.model, revision=self.revision, download_dir=self.download_dir)
+        )
         config = resolve_engine_config(self)
         hybrid = resolve_hybrid(
             config.model_config.hf_config,

@@ -88,6 +88,23 @@ def get_config(
     return config
 
 
+def find_architectures(
+    model: str, *, revision: str | None = None, download_dir: str | None = None
+) -> list[str]:
+    """Return the class names that a model asks for, without completing its config.
+
+    Raises: ConfigError: not found, not readable, or a GGUF file of a family that is not served.
+    """
+    path = resolve_path(model, revision=revision, download_dir=download_dir)
+    if path.is_file():
+        return [FAMILIES[gguf_to_config(read_gguf(path))["model_type"]].architecture]
+    config = _read_json(path, "config.json", required=True)
+    is_nested = isinstance(config.get("text_config"), Mapping)
+    names = [_TEXT_PART.get(n, n) if is_nested else n for n in config.get("architectures") or ()]
+    family = None if names else family_of(config)
+    return names if family is None else [family.architecture]
+
+
 def get_generation_config(
     model: str, *, revision: str | None = None, download_dir: str | None = None
 ) -> dict[str, Any]:

@@ -77,8 +77,7 @@ class ModelRegistryTable:
             ValueError: none is; the message lists what is supported, or why imports failed.
         """
         names = [architectures] if isinstance(architectures, str) else list(architectures)
-        if not names:
-            logger.warning("the checkpoint's config names no architectures")
+        self.check_architectures(names)
         failures: list[str] = []
         for name in names:
             place = self._models.get(name)
@@ -91,12 +90,18 @@ class ModelRegistryTable:
                 return getattr(importlib.import_module(module), cls), name
             except (ImportError, AttributeError) as error:
                 failures.append(f"{name} ({place}): {error}")
-        if failures:
-            raise ConfigError("no model class could be imported: " + "; ".join(failures))
-        raise ConfigError(
-            f"model architectures {names} are not supported; supported are "
-            f"{self.get_supported_archs()}. Others can be added with ModelRegistry.register_model"
-        )
+        raise ConfigError("no model class could be imported: " + "; ".join(failures))
+
+    def check_architectures(self, names: Sequence[str]) -> None:
+        """Raise ConfigError, listing what is supported, unless a name is known; import nothing."""
+        if not names:
+            logger.warning("the checkpoint's config names no architectures")
+        if not any(name in self._models for name in names):
+            raise ConfigError(
+                f"model architectures {list(names)} are not supported; supported are "
+                f"{', '.join(self.get_supported_archs())}. Others can be added with "
+                "ModelRegistry.register_model"
+            )
 
     def inspect_model_cls(self, architectures: str | Sequence[str]) -> ModelInfo:
         """Return what the first loadable architecture says about itself."""
