@@ -98,6 +98,11 @@ class ChatCompletionRequest(SamplingFields):
         return "auto" if self.tools else "none"
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether generated tokens are reported with their probabilities."""
+        return self.logprobs
+
+    @property
     def wanted_max_tokens(self) -> int | None:
         """The limit asked for under its new or its old name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -29,9 +29,12 @@ class CompletionRequest(SamplingFields):
             raise ValueError("suffix: not supported, no text can be inserted before a suffix")
         if isinstance(self.prompt, list) and (not self.prompt or [] in self.prompt):
             raise ValueError("prompt: must not be empty")
-        if self.use_beam_search and self.logprobs is not None:
-            raise ValueError("logprobs: not available with use_beam_search")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether generated tokens are reported with their probabilities."""
+        return self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

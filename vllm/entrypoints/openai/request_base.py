@@ -147,6 +147,20 @@ class SamplingFields(RequestBody):
             raise ValueError("prompt_logprobs: not available with stream = true")
         return self
 
+    @model_validator(mode="after")
+    def _check_beam_search(self) -> SamplingFields:
+        """A search reports sequences, not the tokens that it weighed."""
+        if self.use_beam_search and self.wants_logprobs:
+            raise ValueError("logprobs: not available with use_beam_search; leave one out")
+        if self.use_beam_search and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: not available with use_beam_search; leave one out")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether generated tokens are reported with their probabilities."""
+        raise NotImplementedError
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""

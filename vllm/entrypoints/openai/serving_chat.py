@@ -179,7 +179,7 @@ class OpenAIServingChat:
         return ChatCompletionResponseChoice(
             index=index,
             message=message,
-            logprobs=None if run.request.use_beam_search else self._logprobs(run, output),
+            logprobs=self._logprobs(run, output),
             finish_reason="tool_calls" if is_called else output.finish_reason or "stop",
             stop_reason=output.stop_reason,
         )
