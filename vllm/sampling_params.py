@@ -262,7 +262,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_range("min_p", self.min_p, 0.0, 1.0)
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool):
-            raise TypeError(f"top_k must be an integer, got {type(self.top_k).__name__}")
+            raise TypeError(f"top_k must be an integer, got {self.top_k!r}")
         if self.top_k != -1 and self.top_k < 1:
             raise RequestError(
                 f"top_k must be -1 (off) or at least 1, got {self.top_k}", param="top_k"
