@@ -132,7 +132,7 @@ def test_later_changes_are_brought_to_one_form() -> None:
 
 
 def test_rules_over_several_fields() -> None:
-    with pytest.raises(TypeError, match="top_k must be an integer, got 1.5"):
+    with pytest.raises(TypeError, match=r"top_k must be an integer, got 1\.5"):
         SamplingParams(top_k=1.5)
     with pytest.raises(ValueError, match="best_of must be at least n"):
         SamplingParams(n=3, best_of=2)
