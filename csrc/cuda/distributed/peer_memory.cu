@@ -26,6 +26,12 @@ class DeviceScope {
   int previous_ = 0;
 };
 
+// Throws; the next launch does not find the error again, since callers do without this memory.
+void throw_once(const char* op, cudaError_t error) {
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  throw_on_error(op, error);
+}
+
 void* address_of(int64_t address) { return reinterpret_cast<void*>(address); }
 
 void check_handle(const char* op, const Tensor& handle) {
@@ -41,14 +47,14 @@ int64_t allocate_peer_memory(int64_t device, int64_t bytes, const Tensor& handle
   CHECK_ARG(bytes > 0, kOp, ": bytes is ", bytes, ", expected more than 0");
   const DeviceScope scope(device);
   void* memory = nullptr;
-  throw_on_error(kOp, cudaMalloc(&memory, static_cast<size_t>(bytes)));
+  throw_once(kOp, cudaMalloc(&memory, static_cast<size_t>(bytes)));
   cudaIpcMemHandle_t text;
   cudaError_t error = cudaMemset(memory, 0, static_cast<size_t>(bytes));
   if (error == cudaSuccess) error = cudaDeviceSynchronize();  // before anyone else writes there
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&text, memory);
   if (error != cudaSuccess) {
     cudaFree(memory);
-    throw_on_error(kOp, error);
+    throw_once(kOp, error);
   }
   std::memcpy(handle.data_ptr(), &text, sizeof(text));
   return reinterpret_cast<int64_t>(memory);
@@ -61,9 +67,7 @@ int64_t open_peer_memory(int64_t device, const Tensor& handle) {
   cudaIpcMemHandle_t text;
   std::memcpy(&text, handle.data_ptr(), sizeof(text));
   void* memory = nullptr;
-  const cudaError_t error = cudaIpcOpenMemHandle(&memory, text, cudaIpcMemLazyEnablePeerAccess);
-  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // told by the exception
-  throw_on_error(kOp, error);
+  throw_once(kOp, cudaIpcOpenMemHandle(&memory, text, cudaIpcMemLazyEnablePeerAccess));
   return reinterpret_cast<int64_t>(memory);
 }
 

@@ -96,6 +96,16 @@ def test_a_missing_rank_is_counted_in_a_trial() -> None:
     assert ranks.count_lost() == 2, "both packs"
 
 
+def test_memory_that_is_not_there_leaves_no_error_behind() -> None:
+    handle = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="allocate_peer_memory"):
+        ops.allocate_peer_memory(0, 1 << 50, handle)
+    with pytest.raises(RuntimeError, match="open_peer_memory"):
+        ops.open_peer_memory(0, handle)
+    ranks = make_ranks(2, torch.float32)  # its launches would find it
+    assert ranks.count_lost() == 0
+
+
 @pytest.mark.parametrize(
     ("numel", "num_ranks", "rank", "message"),
     [
