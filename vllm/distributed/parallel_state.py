@@ -99,7 +99,11 @@ class TensorParallel:
         self._group = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the ranks, the same bits on each and in any batch."""
+        """Return the sum of `tensor` over the ranks, the same bits on each.
+
+        They are the same in any batch on CPUs and of two GPUs. Of more GPUs, NCCL adds up in an
+        order of its own what is not summed by our kernel.
+        """
         if self._short_sums is not None and self._short_sums.can_sum(tensor):
             return self._short_sums.sum(tensor)
         return tensor if self._group is None else sum_over_ranks(tensor, self._group, self.size)

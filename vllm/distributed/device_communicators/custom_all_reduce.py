@@ -54,7 +54,8 @@ class CustomAllReduce:
         """Join the other ranks and try it out; a collective.
 
         Returns:
-            None on every rank if one of them cannot, which rank 0 says.
+            None on every rank if one of them cannot; a warning says why where GPUs should reach
+            each other.
         """
         device = torch.device("cuda", rank)
 
