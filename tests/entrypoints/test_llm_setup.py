@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,11 +123,29 @@ def test_paths_and_element_types_are_taken_by_name(tmp_path: Path) -> None:
     assert args.dtype == "torch.float32"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("enforce_eager", np.bool_(True), True),
+        ("trust_remote_code", np.bool_(False), False),
+        ("seed", np.int64(3), 3),
+        ("max_model_len", np.int32(64), 64),
+        ("gpu_memory_utilization", np.float32(0.5), 0.5),
+        ("swap_space", 4, 4),
+    ],
+)
+def test_numbers_of_numpy_become_pythons(name: str, value: object, plain: object) -> None:
+    taken = getattr(EngineArgs(**{name: value}), name)
+    assert taken == plain
+    assert type(taken) is type(plain)
+
+
 def test_arguments_that_stand_for_text_and_numbers_pass(tiny_models: TinyModels) -> None:
     llm = LLM(
         tiny_models.loop(),  # a path
         enforce_eager=1,
         gpu_memory_utilization=1,
+        seed=np.int64(3),
         num_gpu_blocks_override=64,
         dtype=torch.float32,
     )

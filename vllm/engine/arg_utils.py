@@ -7,13 +7,12 @@ hands the fields to config/resolve.py, the one place where "auto" becomes a valu
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from vllm.config import EngineConfig, LoadConfig, ModelConfig
 from vllm.config.resolve import resolve_engine_config
-from vllm.engine.argument_types import check_argument_types
+from vllm.engine.argument_types import read_arguments
 from vllm.engine.flags import ASYNC_FLAGS, ENGINE_FLAGS, Flag
 from vllm.hybrid.resolve import resolve_hybrid
 from vllm.hybrid.state_dtype import decide_state_dtype
@@ -129,11 +128,8 @@ class EngineArgs:
     trace_level: str = "off"
 
     def __post_init__(self) -> None:
-        """Take paths and torch's element types by name; ConfigError for values of a wrong kind."""
-        check_argument_types(self)
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), os.PathLike):
-                setattr(self, field.name, os.fspath(value))
+        """Take torch's element types by name; ConfigError for values of a wrong kind."""
+        read_arguments(self)
         self.dtype = str(self.dtype)
         load_general_plugins()
 

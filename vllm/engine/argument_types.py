@@ -1,25 +1,28 @@
-"""Whether arguments of the Python API are of the kind that their fields say.
+"""Brings arguments of the Python API to the kind that their fields say.
 
 The command line parses its flags; keywords come as they are. Text would pass as a switch ("false"
-is true), or fail far inside as a number. Called by `engine/arg_utils.py` whenever arguments are
-made.
+is true), or fail far inside as a number, as some of numpy's do. Called by `engine/arg_utils.py`
+whenever arguments are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import TYPE_CHECKING
 
 from vllm.errors import ConfigError
+from vllm.utils.field_checks import to_builtin
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
 def _is_switch(value: object) -> bool:
-    return isinstance(value, int) and value in (0, 1)
+    """0 and 1 pass, and so do numpy's truth values, which are no numbers."""
+    return isinstance(value, Hashable) and value in (0, 1)
 
 
 def _is_whole(value: object) -> bool:
@@ -50,8 +53,8 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
 """Of each kind that a field's annotation may name: words for it, whether a value fits."""
 
 
-def check_argument_types(args: EngineArgs) -> None:
-    """Look at every field whose annotation is known here.
+def read_arguments(args: EngineArgs) -> None:
+    """Give every field whose annotation is known here Python's own form of its value.
 
     Raises:
         ConfigError: a value is of none of the kinds that its field takes.
@@ -66,3 +69,13 @@ def check_argument_types(args: EngineArgs) -> None:
             raise ConfigError(
                 f"{field.name} must be {' or '.join(words.rsplit(', ', 1))}, got {value!r}"
             )
+        setattr(args, field.name, _to_plain(value))
+
+
+def _to_plain(value: object) -> object:
+    """Return paths as text, and numbers and truth values of other libraries as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if _is_switch(value) and not isinstance(value, Number):
+        return bool(value)
+    return to_builtin(value)
