@@ -117,7 +117,10 @@ def find_rank_folder(init_method: str) -> Path:
 
 
 def _find_folder(init_method: str) -> Path:
-    return Path(unquote(urlsplit(init_method).path)).parent
+    """Return the folder that the engine made for its ranks alone, which may be removed with all."""
+    url = urlsplit(init_method)
+    assert url.scheme == "file", f"ranks of one host meet at a file, not at {init_method}"
+    return Path(unquote(url.path)).parent
 
 
 def _make_watcher(
