@@ -73,6 +73,8 @@ def check_sums(tp: TensorParallel) -> None:
             time.sleep(waits.random() * 0.02)
     strided = torch.arange(64, dtype=torch.float32).reshape(8, 8).T.cuda(tp.rank)
     assert torch.equal(tp.all_reduce(strided), 2 * strided)
+    moved = torch.arange(65, dtype=torch.float32).cuda(tp.rank)[1:]
+    assert torch.equal(tp.all_reduce(moved), 2 * moved), "not on 16 bytes"
     replay_sums(tp)
 
 
@@ -92,7 +94,7 @@ def run_rank(rank: int, directory: str, has_custom: bool) -> None:
         device = torch.device("cuda", rank)
         assert sums.can_sum(torch.empty(LIMIT_BYTES[SIZE] // 4, device=device))
         assert not sums.can_sum(torch.empty(LIMIT_BYTES[SIZE] // 4 + 4, device=device))
-        assert not sums.can_sum(torch.empty(7, dtype=torch.bfloat16, device=device))
+        assert sums.can_sum(torch.empty(7, dtype=torch.bfloat16, device=device))
         assert not sums.can_sum(torch.empty(8, dtype=torch.int64, device=device))
     check_sums(tp)
     tp.close()

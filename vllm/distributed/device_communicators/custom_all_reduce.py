@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm._custom_ops import peer as peer_ops
@@ -81,12 +82,8 @@ class CustomAllReduce:
     def can_sum(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is one of those that are summed here."""
         num_bytes = tensor.numel() * tensor.element_size()
-        return (
-            0 < num_bytes <= self._limit_bytes
-            and num_bytes % _PACK_BYTES == 0
-            and tensor.is_floating_point()
-            and tensor.element_size() <= 4
-        )
+        is_served = tensor.is_floating_point() and tensor.element_size() <= 4
+        return is_served and 0 < num_bytes <= self._limit_bytes
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of every rank's `tensor`: in rank order, in float32, rounded once."""
@@ -98,12 +95,12 @@ class CustomAllReduce:
         self._memory.close()
 
     def _sum(self, tensor: Tensor, patience_ms: int, *, is_trial: bool) -> Tensor:
-        given = tensor.contiguous()
+        given = _fill_packs(tensor.contiguous())
         out = torch.empty_like(given)
         peer_ops.all_reduce_peers(
             out, given, self._counts, self._inboxes_R, self._rank, patience_ms, is_trial
         )
-        return out
+        return out.flatten()[: tensor.numel()].view(tensor.shape)
 
     def _try_out(self, group: dist.ProcessGroup, size: int) -> bool:
         """Return whether sums are right: some drivers promise access and lose what is written.
@@ -118,6 +115,18 @@ class CustomAllReduce:
             patience_ms = _TRIAL_MS if is_right else 1  # the ranks keep in step
             is_right &= torch.equal(self._sum(given, patience_ms, is_trial=True), expected)
         return is_right and int(self._counts[-1]) == 0
+
+
+def _fill_packs(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that begins with that of `tensor`, in whole packs on their place.
+
+    A row's bits must not depend on how many rows are added up beside it: all of them go one way.
+    """
+    pack_elements = _PACK_BYTES // tensor.element_size()
+    missing = -tensor.numel() % pack_elements
+    if missing:
+        return F.pad(tensor.flatten(), (0, missing))
+    return tensor if tensor.data_ptr() % _PACK_BYTES == 0 else tensor.clone()
 
 
 def _say_who_sums(reason: str) -> None:
