@@ -145,11 +145,13 @@ def test_body_that_cannot_be_read_says_why(hello: Any, fields: bytes, words: str
     ("field", "value", "words"),
     [
         ("max_tokens", -1, "greater than or equal to 0, got -1"),
+        ("max_tokens", 5.5, "a valid integer, got 5.5"),
         ("top_p", "much", 'got "much"'),
         ("stream", 2, "got 2"),
         ("stop", [["a"]], "got a list"),
         ("logit_bias", {"7": {}}, "got an object"),
-        ("seed", "é" * 500, "…"),
+        ("seed", "é" * 500, 'got "ééé'),
+        ("seed", "é" * 500, "é…"),
     ],
     ids=str,
 )

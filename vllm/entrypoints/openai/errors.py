@@ -149,8 +149,9 @@ def _problem(problem: Mapping[str, Any]) -> tuple[str | None, str]:
     if not path:
         field, colon, _ = text.partition(":")
         return (field if colon and field.isidentifier() else None), text
-    got = "" if kind in _SAYS_ENOUGH else f", got {_show(problem.get('input'))}"
-    return path[0], f"{'.'.join(path)}: {text}{got}"
+    if kind not in _SAYS_ENOUGH:  # of a number with a fraction pydantic says so, without the number
+        text = f"{text.partition(', got ')[0]}, got {_show(problem.get('input'))}"
+    return path[0], f"{'.'.join(path)}: {text}"
 
 
 def _show(value: object) -> str:
@@ -159,7 +160,7 @@ def _show(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
