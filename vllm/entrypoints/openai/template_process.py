@@ -181,6 +181,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, job: TemplateJob) -> str:
             f"{_LIMIT_CHARACTERS} are taken",
             "chat_template",
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(
+            f"chat template: its text cannot be sent: {cause}", "chat_template"
+        ) from cause
     return text
 
 
