@@ -79,6 +79,17 @@ def test_a_template_that_fails_says_why(
         render(templates, template)
 
 
+def test_templates_that_were_kept_make_room(templates: TemplateProcess) -> None:
+    render(templates, "a")
+    full = templates._process
+    assert full is not None
+    with pytest.raises(RequestError, match="MemoryError"):
+        render(templates, "{{ 'x' * 10 ** 11 }}")
+    assert full.returncode == 0
+    assert render(templates, "a") == "a"
+    assert templates._process is not full
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_others_are_served_meanwhile(hello: Any, path: str) -> None:
     replies = []

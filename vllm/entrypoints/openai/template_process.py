@@ -72,11 +72,16 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The text, or what was wrong."""
+    """The text, or what was wrong.
+
+    Attributes:
+        is_last: whether the process ends now: compiled templates are kept and may fill its memory.
+    """
 
     text: str = ""
     error: str | None = None
     param: str | None = None
+    is_last: bool = False
 
 
 class TemplateProcess:
@@ -109,6 +114,9 @@ class TemplateProcess:
             status = _reap(process)
             raise RequestError(_describe_end(status, job.limit_s), "chat_template")
         answer = msgspec.json.decode(frame, type=_Answer)
+        if answer.is_last:
+            self._process = None
+            _reap(process)
         if answer.error is not None:
             raise RequestError(answer.error, answer.param)
         return answer.text
@@ -125,7 +133,7 @@ class TemplateProcess:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Close the pipes of a process that has ended, and return its status."""
+    """Close the pipes of a process that has ended or is about to, and return its status."""
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
             if pipe is not None:
@@ -143,7 +151,7 @@ def _describe_end(status: int, limit_s: float) -> str:
 
 
 def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
-    """Render what comes in until the input ends; runs in the process."""
+    """Render what comes in until the input ends or memory does; runs in the process."""
     from transformers.tokenization_utils_base import (  # noqa: PLC0415  seconds, and only here
         PreTrainedTokenizerBase,
     )
@@ -158,10 +166,13 @@ def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
         try:
             answer = _Answer(text=_render(PreTrainedTokenizerBase(**job.special_tokens), job))
         except RequestError as cause:
-            answer = _Answer(error=str(cause), param=cause.param)
+            is_full = isinstance(cause.__cause__, MemoryError)
+            answer = _Answer(error=str(cause), param=cause.param, is_last=is_full)
         frame = msgspec.json.encode(answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_frame(outputs, frame)
+        if answer.is_last:
+            return
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, job: TemplateJob) -> str:
