@@ -26,11 +26,13 @@ from benchmarks.machine import describe_machine, describe_versions  # noqa: E402
 GPU_TESTS = (
     "tests/_custom_ops/gpu",
     "tests/_custom_ops/triton",
+    "tests/distributed/gpu",
     "tests/model_executor/layers/gpu",
     "tests/model_executor/layers/test_rotary_embedding.py",
     "tests/e2e/gpu",
     "tests/hybrid/test_cuts_gpu.py",
     "tests/hybrid/test_state_dtype_gpu.py",
+    "tests/hybrid/test_two_gpus.py",
     "tests/worker/test_prompt_logprobs.py",
 )
 
