@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 from typing import Any
@@ -51,6 +52,15 @@ def test_a_template_sees_all_that_it_may(templates: TemplateProcess) -> None:
         template_kwargs={"big": 2**70},
     )
     assert text == f"<s>ä1bTrue{2**70}"
+
+
+def test_what_a_process_maps_at_its_start_is_not_the_templates() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (3 << 30, hard))  # of each thread of a library
+    try:
+        assert render(TemplateProcess(), "{{ 'a' * 1000000 }}") == "a" * 1000000
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
@@ -31,7 +32,8 @@ _LIMIT_S = 5.0
 """Seconds that one template may take; real ones take milliseconds."""
 
 _LIMIT_BYTES = 2 << 30
-"""Memory of the process, of which a tenth is in use when it starts."""
+"""Memory of templates, beside what the process has mapped when it starts: the threads of a library,
+one a processor, have stacks."""
 
 _LIMIT_CHARACTERS = 1 << 24
 """Longest text that is taken back: it is the server's memory and time again."""
@@ -156,7 +158,8 @@ def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
         PreTrainedTokenizerBase,
     )
 
-    resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    most_bytes = _count_mapped_bytes() + _LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: no Python code needs to run
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
@@ -173,6 +176,10 @@ def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
         _write_frame(outputs, frame)
         if answer.is_last:
             return
+
+
+def _count_mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, job: TemplateJob) -> str:
