@@ -9,16 +9,17 @@ some seconds, and the next template gets a new one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,7 +42,7 @@ _LIMIT_CHARACTERS = 1 << 24
 _CODE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from vllm.entrypoints.openai.template_process import serve_templates\n"
-    "serve_templates(sys.stdin.buffer, sys.stdout.buffer)"
+    "serve_templates({socket_fd})"
 )
 
 
@@ -91,6 +92,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
         # One thread talks to it, so that requests queue up and cannot read each other's answers.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="templates")
 
@@ -105,42 +107,42 @@ class TemplateProcess:
         return await loop.run_in_executor(self._pool, self._ask, job)
 
     def _ask(self, job: TemplateJob) -> str:
-        process = self._start()
-        assert process.stdin is not None, "made with pipes"
-        assert process.stdout is not None, "made with pipes"
-        with contextlib.suppress(BrokenPipeError):  # it has ended: no answer comes
-            _write_frame(process.stdin, job.encode())
-        frame = _read_frame(process.stdout)
-        if frame is None:
-            self._process = None
-            status = _reap(process)
-            raise RequestError(_describe_end(status, job.limit_s), "chat_template")
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        connection = self._connection or self._start()
+        try:
+            connection.send_bytes(job.encode())
+            frame = connection.recv_bytes()
+        except (EOFError, OSError):
+            raise RequestError(_describe_end(self._end(), job.limit_s), "chat_template") from None
         answer = msgspec.json.decode(frame, type=_Answer)
         if answer.is_last:
-            self._process = None
-            _reap(process)
+            self._end()
         if answer.error is not None:
             raise RequestError(answer.error, answer.param)
         return answer.text
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+    def _start(self) -> Connection:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = _CODE.format(path=sys.path, socket_fd=theirs.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE.format(path=sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-c", code],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-        return self._process
+        self._connection = Connection(ours.detach())
+        return self._connection
 
-
-def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Close the pipes of a process that has ended or is about to, and return its status."""
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            if pipe is not None:
-                pipe.close()
-    return process.wait()
+    def _end(self) -> int:
+        """Let go of a process that has ended or is about to, and return its status."""
+        assert self._process is not None and self._connection is not None, "it was started"
+        self._connection.close()
+        status = self._process.wait()
+        self._process = self._connection = None
+        return status
 
 
 def _describe_end(status: int, limit_s: float) -> str:
@@ -152,8 +154,8 @@ def _describe_end(status: int, limit_s: float) -> str:
     )
 
 
-def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
-    """Render what comes in until the input ends or memory does; runs in the process."""
+def serve_templates(socket_fd: int) -> None:
+    """Render what comes in until the other end closes or memory ends; runs in the process."""
     from transformers.tokenization_utils_base import (  # noqa: PLC0415  seconds, and only here
         PreTrainedTokenizerBase,
     )
@@ -163,19 +165,22 @@ def serve_templates(inputs: BinaryIO, outputs: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: no Python code needs to run
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    while (frame := _read_frame(inputs)) is not None:
-        job = TemplateJob.decode(frame)
+    connection = Connection(socket_fd)
+    is_last = False
+    while not is_last:
+        try:
+            job = TemplateJob.decode(connection.recv_bytes())
+        except EOFError:
+            return
         signal.setitimer(signal.ITIMER_REAL, job.limit_s)
         try:
             answer = _Answer(text=_render(PreTrainedTokenizerBase(**job.special_tokens), job))
         except RequestError as cause:
-            is_full = isinstance(cause.__cause__, MemoryError)
-            answer = _Answer(error=str(cause), param=cause.param, is_last=is_full)
+            is_last = isinstance(cause.__cause__, MemoryError)
+            answer = _Answer(error=str(cause), param=cause.param, is_last=is_last)
         frame = msgspec.json.encode(answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write_frame(outputs, frame)
-        if answer.is_last:
-            return
+        connection.send_bytes(frame)
 
 
 def _count_mapped_bytes() -> int:
@@ -206,18 +211,3 @@ def _render(tokenizer: PreTrainedTokenizerBase, job: TemplateJob) -> str:
             f"chat template: its text cannot be sent: {cause}", "chat_template"
         ) from cause
     return text
-
-
-def _write_frame(file: IO[bytes], body: bytes) -> None:
-    file.write(len(body).to_bytes(8, "big") + body)
-    file.flush()
-
-
-def _read_frame(file: IO[bytes]) -> bytes | None:
-    """Return the next frame, or None where the other end has gone."""
-    head = file.read(8)
-    if len(head) < 8:
-        return None
-    length = int.from_bytes(head, "big")
-    body: bytes = file.read(length)
-    return body if len(body) == length else None
