@@ -55,8 +55,7 @@ class CustomAllReduce:
         """Join the other ranks and try it out; a collective.
 
         Returns:
-            None on every rank if one of them cannot; a warning says why where GPUs should reach
-            each other.
+            None on every rank if one of them cannot. The log says who adds up, and why.
         """
         device = torch.device("cuda", rank)
 
@@ -67,6 +66,10 @@ class CustomAllReduce:
             torch.cuda.can_device_access_peer(rank, other) for other in set(range(size)) - {rank}
         )
         if not all(bool(answer) for answer in exchange(torch.tensor([can_reach]))):
+            sizes = ", ".join(map(str, LIMIT_BYTES))
+            logger.info(
+                "sums over GPUs are NCCL's: ours need %s GPUs that reach each other's memory", sizes
+            )
             return None
         memory = PeerMemory.connect(rank, size, peer_ops.inbox_bytes(size), exchange)
         if memory is None:
@@ -77,6 +80,7 @@ class CustomAllReduce:
             sums.close()
             _say_who_sums("what GPUs write to each other does not arrive")
             return None
+        logger.info("short sums over GPUs are ours, up to %d KiB", LIMIT_BYTES[size] >> 10)
         return sums
 
     def can_sum(self, tensor: Tensor) -> bool:
