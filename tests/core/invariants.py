@@ -15,7 +15,7 @@ def check_arena(arena: SuperblockArena) -> None:
     """Every running count equals what the superblocks say."""
     num_groups = len(arena.blocks_per_superblock)
     free_slots, reclaimable, owned, held_blocks = ([0] * num_groups for _ in range(4))
-    idle = 0
+    idle = set()
     free = set(arena._free)
     for superblock in range(arena.num_superblocks):
         group = arena._owner[superblock]
@@ -39,14 +39,15 @@ def check_arena(arena: SuperblockArena) -> None:
         if held:
             reclaimable[group] += per - held
         else:
-            idle += 1
+            idle.add(superblock)
         for number, bucket in enumerate(arena._buckets[group]):
             assert (superblock in bucket) == (number == used)
             assert bool(bucket) == bool(arena._bucket_masks[group] >> number & 1)
     assert len(free) == len(arena._free)
     assert arena.num_free_slots == free_slots
     assert arena.num_reclaimable == reclaimable
-    assert arena.num_idle == idle
+    assert set(arena._idle) == idle
+    assert arena.num_idle == len(idle)
     assert [arena.num_owned_superblocks(g) for g in range(num_groups)] == owned
     assert [arena.num_held_blocks(g) for g in range(num_groups)] == held_blocks
 
@@ -95,6 +96,27 @@ def check_index(cache: CacheManager) -> None:
         for g, entry_of in enumerate(index._entry_of)
     ]
     assert cached == known
+    assert {(node.parent, node) for node in index._nodes.values()} == {
+        (parent, node) for parent, nodes in index._children.items() for node in nodes
+    }
+    assert all(index._children.values())
+    check_neighbours(cache)
+
+
+def check_neighbours(cache: CacheManager) -> None:
+    """No entry beside held blocks that could go is missing where such are looked for."""
+    index, arena = cache._index, cache.arena
+    if index is None or len(index._beside) == 1:
+        return
+    for entry in index._evictable:
+        group = entry.group
+        is_beside = all(
+            arena.superblock_counts(arena.superblock_of(group, block))[1]
+            for block in entry.block_ids
+        )
+        if is_beside and not any(index.children_of(entry)):
+            assert entry in index.beside(group)
+    assert all(index._entry_of[e.group][e.block_ids[0]] is e for b in index._beside for e in b)
 
 
 def check_need(harness: Harness, running: list[Sequence]) -> None:

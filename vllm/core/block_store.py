@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from vllm.core.block.arena import ArenaShadow, SuperblockArena
 from vllm.core.eviction import choose_neighbours, choose_victims
-from vllm.core.prefix_index import ChainKey, PrefixEntry, PrefixIndex
+from vllm.core.prefix_entry import PrefixEntry
+from vllm.core.prefix_index import ChainKey, PrefixIndex
 
 
 class BlockStore:
@@ -26,12 +27,24 @@ class BlockStore:
         self.arena = arena
         self.index = index
         self._pinned: list[tuple[int, int]] = []
+        per_superblock = arena.blocks_per_superblock
+        self._has_neighbours = index is not None and len(per_superblock) > 1
+        self._joins = tuple(self._has_neighbours and per > 1 for per in per_superblock)
+
+    def allocate(self, group: int) -> int:
+        """Return a free block of a group with one reference; IndexError if there is no room."""
+        block = self.arena.allocate(group)
+        if self._joins[group]:
+            self._note_join(group, block)
+        return block
 
     def hold(self, group: int, block: int) -> None:
         """Add a reference to a block that is held or cached."""
         if self.arena.hold(group, block):
             assert self.index is not None, "only cached blocks have no holder"
             self.index.note_held(group, block)
+            if self._joins[group]:
+                self._note_join(group, block)
 
     def drop(self, group: int, block: int) -> None:
         """Drop a reference; the last one frees the block unless its content is cached."""
@@ -55,7 +68,7 @@ class BlockStore:
         fits = self.arena.fits(needs)
         if fits and not self.arena.takes_last_superblocks(needs):
             return []
-        if self.index is not None and len(needs) > 1:
+        if self.index is not None and self._has_neighbours:
             neighbours = choose_neighbours(self.index, ArenaShadow(self.arena), needs)
             if fits or neighbours:
                 return neighbours
@@ -67,6 +80,22 @@ class BlockStore:
             assert self.index is not None, "entries come from the index"
             self.index.evict(entry)
             self.free_entry(entry)
+
+    def take_over(self, entry: PrefixEntry) -> None:
+        """Forget cached content that nobody holds, and hold its blocks, which have a new use."""
+        assert self.index is not None, "entries come from the index"
+        self.index.evict(entry)
+        for block in entry.block_ids:
+            self.arena.hold(entry.group, block)
+            if self._joins[entry.group]:
+                self._note_join(entry.group, block)
+
+    def touch(self, digest: bytes) -> None:
+        """Count a use of a cached grain by someone who holds other blocks of the same content."""
+        assert self.index is not None, "only with an index is anything cached"
+        for entry in self.index.touch(digest):
+            for block in entry.block_ids:
+                self.arena.touch(entry.group, block)
 
     def free_entry(self, entry: PrefixEntry) -> None:
         """Free those blocks of a forgotten entry that nobody holds."""
@@ -92,3 +121,11 @@ class BlockStore:
         """Whether a held block has another use and so must not be written over."""
         is_known = self.index is not None and self.index.has_entry(group, block)
         return is_known or self.arena.ref_count(group, block) > 1
+
+    def _note_join(self, group: int, block: int) -> None:
+        """Tell the index of cached blocks that have got a held one beside them by a hold."""
+        assert self.index is not None, "only cached blocks are told of"
+        superblock = self.arena.superblock_of(group, block)
+        num_used, num_held = self.arena.superblock_counts(superblock)
+        if num_held == 1 and num_used > 1:
+            self.index.note_join(group, self.arena.blocks_of(group, superblock))

@@ -18,12 +18,7 @@ from vllm.core.block_store import BlockStore
 from vllm.core.checkpoint import CheckpointKeeper, Wish
 from vllm.core.need import count_fresh, count_superblocks, peak_blocks
 from vllm.core.placement import Admission, AdmissionDemand, plan_admission
-from vllm.core.prefix_index import (
-    NO_HIT,
-    PrefixHit,
-    PrefixIndex,
-    describe_geometry,
-)
+from vllm.core.prefix_index import NO_HIT, PrefixHit, PrefixIndex, describe_geometry
 from vllm.core.report import GroupUsage, describe_groups
 from vllm.sequence import NO_BLOCK, SequenceCache
 from vllm.step import BlockCopy
@@ -313,7 +308,7 @@ class CacheManager:
                     if block != NO_BLOCK:
                         self._store.drop(group, block)
             if number in duplicates and self._index is not None:
-                self._index.touch(cache.chain[number][0])
+                self._store.touch(cache.chain[number][0])
         cache.tables = []
         cache.num_dead = []
         cache.copy_sources = []
@@ -352,7 +347,7 @@ class CacheManager:
                 if skip_start <= position < skip_end and position not in kept:
                     table.append(NO_BLOCK)
                 else:
-                    table.append(self.arena.allocate(group))
+                    table.append(self._store.allocate(group))
             stable.append(manager.stable_tokens(num_computed, num_new))
         stable.append(self._checkpoints.finish_growth(cache, total, wish))
         cache.stable_tokens = min(stable)
@@ -375,7 +370,7 @@ class CacheManager:
             for source in sources:
                 block = source
                 if source != NO_BLOCK and self._store.must_copy(group, source):
-                    block = self.arena.allocate(group)
+                    block = self._store.allocate(group)
                     copies.append(BlockCopy(group=group, source=source, target=block))
                     self._store.pin(group, source)
                 cache.tables[group].append(block)

@@ -180,7 +180,7 @@ class CheckpointKeeper:
         """Return a branch's working block by group, copied from its parent's; None without room."""
         if not self._store.arena.fits([int(g in self._states) for g in range(len(self._managers))]):
             return None
-        blocks = {group: self._store.arena.allocate(group) for group in self._states}
+        blocks = {group: self._store.allocate(group) for group in self._states}
         for group, block in blocks.items():
             source = cache.tables[group][0]
             self._forks[group, block] = source
@@ -279,7 +279,7 @@ class CheckpointKeeper:
         if targets is None:
             if not self._store.arena.fits(wish.extra):
                 return
-            targets = tuple(self._store.arena.allocate(group) for group in self._states)
+            targets = tuple(self._store.allocate(group) for group in self._states)
         for group, target in zip(self._states, targets, strict=True):
             self._copy(group, cache.tables[group][0], target)
         self._planned.append((cache, position, targets))
@@ -311,11 +311,10 @@ class CheckpointKeeper:
         index = self._store.index
         assert index is not None, "it is active only with an index"
         digest = cache.chain[newest[0] // self._grain - 1][0]
-        for group, block in zip(self._states, newest[1], strict=True):
+        for group in self._states:
             entry = index.entry_at(digest, group)
             assert entry is not None, "an unused checkpoint is listed"
-            index.evict(entry)
-            self._store.arena.hold(group, block)
+            self._store.take_over(entry)
         cache.trail.newest = None
         return newest[1]
 

@@ -1,16 +1,17 @@
 """Which cached blocks go when room is needed.
 
 Called by `placement.py` and `block_store.py`. Works on a shadow of the arena, so that a refused
-plan leaves no trace; it evicts nothing itself.
+plan leaves no trace; it evicts nothing itself. A cache that has served for a while is full, so that
+this runs in nearly every step: it looks at what it takes, not at all that is cached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from itertools import chain
 
 from vllm.core.block.arena import ArenaShadow
-from vllm.core.prefix_index import PrefixEntry, PrefixIndex
+from vllm.core.prefix_entry import PrefixEntry
+from vllm.core.prefix_index import PrefixIndex
 
 
 def choose_victims(
@@ -21,10 +22,10 @@ def choose_victims(
 ) -> list[PrefixEntry] | None:
     """Return the cached entries to evict so that `needs` fit, none too many; None if they cannot.
 
-    Entries are taken in eviction order on the shadow until the needs fit; then every one that turns
-    out not to be needed is given back, the one that would have gone last first. What remains frees
-    slots of the right group, completes a superblock, or could not be reached any more without an
-    entry that does.
+    Entries are taken on the shadow until the needs fit; then every one that turns out not to be
+    needed is given back, the one that would have gone last first. What remains frees slots of the
+    right group, completes a superblock, or could not be reached any more without an entry that
+    does.
 
     Args:
         index: what is cached; None if nothing is.
@@ -36,33 +37,16 @@ def choose_victims(
         return []
     if index is None or not shadow.fits_after_eviction(needs):
         return None
-    taken: dict[PrefixEntry, None] = {}
-    for entry in chain(_neighbours(index, shadow, needs, protected), index.victims(protected)):
-        if entry in taken:
-            continue
-        for block in entry.block_ids:
-            shadow.evict(entry.group, block)
-        taken[entry] = None
-        if shadow.fits(needs):
-            break
-    else:
-        return None
-    victims = [taken.popitem()[0]]
-    gone = {(victims[0].node.digest, victims[0].group)}
-    for entry in reversed(taken):
-        is_orphan = index.needs_parent(entry.group) and (entry.node.parent, entry.group) in gone
-        if is_orphan:
-            victims.append(entry)
-            gone.add((entry.node.digest, entry.group))
-            continue
-        for block in entry.block_ids:
-            shadow.restore(entry.group, block)
-        if not shadow.fits(needs):
-            for block in entry.block_ids:
-                shadow.evict(entry.group, block)
-            victims.append(entry)
-            gone.add((entry.node.digest, entry.group))
-    return victims
+    taken = _Taken(shadow)
+    _take_neighbours(index, taken, needs, protected)
+    if not shadow.fits(needs):
+        for entry in _in_order(index, shadow, needs, protected):
+            taken.add(index, entry)
+            if shadow.fits(needs):
+                break
+        else:
+            return None
+    return taken.give_back(index, needs)
 
 
 def choose_neighbours(
@@ -78,41 +62,101 @@ def choose_neighbours(
         shadow: consumed.
         needs: new blocks of each group.
     """
-    taken: list[PrefixEntry] = []
-    for entry in _neighbours(index, shadow, needs, ()):
-        for block in entry.block_ids:
-            shadow.evict(entry.group, block)
-        taken.append(entry)
+    taken = _Taken(shadow)
+    _take_neighbours(index, taken, needs, ())
     short = any(shadow.lacks_slots(group, need) for group, need in enumerate(needs))
-    return [] if short else taken
+    return [] if short else list(taken.entries)
 
 
-def _neighbours(
-    index: PrefixIndex,
-    shadow: ArenaShadow,
-    needs: Sequence[int],
-    protected: Container[PrefixEntry],
-) -> Iterator[PrefixEntry]:
-    """Yield entries beside held blocks, of each group as long as it lacks slots of its own.
+class _Taken:
+    """Entries taken so far, in order, and the shadow without them."""
 
-    None without which an entry that stays could not be reached. The caller evicts what it gets
-    from the shadow. With one group there is no difference between its blocks, and none is yielded.
+    def __init__(self, shadow: ArenaShadow) -> None:
+        self.shadow = shadow
+        self.entries: dict[PrefixEntry, None] = {}
+
+    def add(self, index: PrefixIndex, entry: PrefixEntry) -> None:
+        """Take an entry after all that can be evicted and could not be reached without it."""
+        found = [entry] if entry not in self.entries else []
+        for one in found:  # grows
+            for child in index.children_of(one):
+                if child.num_held == 0 and child not in self.entries:
+                    found.append(child)
+        for one in reversed(found):
+            self.entries[one] = None
+            for block in one.block_ids:
+                self.shadow.evict(one.group, block)
+
+    def give_back(self, index: PrefixIndex, needs: Sequence[int]) -> list[PrefixEntry]:
+        """Return those without which the needs do not fit, and those behind them."""
+        gone: dict[PrefixEntry, None] = {}
+        for number, entry in enumerate(reversed(self.entries)):
+            if index.parent_of(entry) in gone and index.needs_parent(entry.group):
+                gone[entry] = None
+                continue
+            for block in entry.block_ids:
+                self.shadow.restore(entry.group, block)
+            if number == 0 or not self.shadow.fits(needs):
+                for block in entry.block_ids:
+                    self.shadow.evict(entry.group, block)
+                gone[entry] = None
+        return list(gone)
+
+
+def _take_neighbours(
+    index: PrefixIndex, taken: _Taken, needs: Sequence[int], protected: Container[PrefixEntry]
+) -> None:
+    """Take entries beside held blocks, of each group as long as it lacks slots of its own.
+
+    None without which an entry that stays could not be reached. With one group there is no
+    difference between its blocks, and none is taken.
     """
     if len(needs) == 1:
         return
-    short = [shadow.lacks_slots(group, need) for group, need in enumerate(needs)]
-    needed: set[tuple[bytes, int]] = set()
-    for entry in index.victims(protected):
-        if not any(short):
-            return
-        group = entry.group
-        if (
-            not short[group]
-            or (entry.node.digest, group) in needed
-            or not all(shadow.is_shared(group, block) for block in entry.block_ids)
-        ):
-            if index.needs_parent(group):
-                needed.add((entry.node.parent, group))
-        else:
+    shadow = taken.shadow
+    for group, need in enumerate(needs):
+        candidates, others = index.beside(group), []
+        for candidate in candidates:
+            if not shadow.lacks_slots(group, need):
+                break
+            if not _is_spare(index, taken, candidate):
+                others.append(candidate)
+                continue
+            entry: PrefixEntry | None = candidate
+            while entry is not None and entry not in protected and _is_spare(index, taken, entry):
+                taken.add(index, entry)
+                if not shadow.lacks_slots(group, need):
+                    break
+                entry = index.parent_of(entry) if index.needs_parent(group) else None
+        for other in others:
+            del candidates[other]
+
+
+def _is_spare(index: PrefixIndex, taken: _Taken, entry: PrefixEntry) -> bool:
+    """Whether an entry can go, is of use to its own group alone, and nothing is behind it."""
+    return (
+        entry.num_held == 0
+        and all(taken.shadow.is_shared(entry.group, block) for block in entry.block_ids)
+        and all(child in taken.entries for child in index.children_of(entry))
+    )
+
+
+def _in_order(
+    index: PrefixIndex, shadow: ArenaShadow, needs: Sequence[int], protected: Container[PrefixEntry]
+) -> Iterator[PrefixEntry]:
+    """Yield entries in the order in which they should go; the caller evicts them from the shadow.
+
+    Superblocks without a held block are emptied one after the other, that which was left first
+    before the others, those of groups that lack slots only as far as they need; then comes all the
+    rest.
+    """
+    for group, blocks in shadow.idle_superblocks():
+        lacked_slots = shadow.lacks_slots(group, needs[group])
+        entries = index.entries_among(group, reversed(blocks))
+        if any(entry.num_held or entry in protected for entry in entries):
+            continue
+        for entry in entries:
+            if lacked_slots and not shadow.lacks_slots(group, needs[group]):
+                break
             yield entry
-            short[group] = shadow.lacks_slots(group, needs[group])
+    yield from index.victims(protected)

@@ -1,29 +1,30 @@
 """Which cached blocks go before the least recently used ones, where a prefix needs a checkpoint.
 
 Used by `core/prefix_index.py`. With states a prefix can be resumed at checkpoints only: rows behind
-the last one of every history, and copies whose prefix is gone, are of no use and go first. Then go
-copies that nobody has resumed from, since a state is large and most prompts never come back.
+the last one of every history, and copies whose prefix is gone, are of no use and are not kept. When
+room is needed, copies that nobody has resumed from go first, since a state is large and most
+prompts never come back.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from vllm.core.block.abstract import BlockManager
-
-if TYPE_CHECKING:
-    from vllm.core.prefix_index import PrefixEntry, PrefixNode
+from vllm.core.prefix_entry import PrefixEntry, PrefixNode
 
 
 class EvictionOrder:
     """Classes of evictable entries; every event costs a look at one node or two."""
 
-    def __init__(self, managers: Sequence[BlockManager]) -> None:
+    def __init__(
+        self,
+        managers: Sequence[BlockManager],
+        children: Mapping[bytes, Collection[PrefixNode]],
+    ) -> None:
         self._states = tuple(g for g, m in enumerate(managers) if not m.is_positional)
         self._whole = tuple(g for g, m in enumerate(managers) if m.needs_whole_prefix)
-        self._num_children: defaultdict[bytes, int] = defaultdict(int)
+        self._children = children
         self._orphans: dict[PrefixEntry, None] = {}
         self._unproven: dict[PrefixEntry, None] = {}
 
@@ -38,19 +39,13 @@ class EvictionOrder:
 
     def note_node(self, parent: PrefixNode | None, node: PrefixNode) -> None:
         """A grain is known now."""
-        if self._states:
-            self._num_children[node.parent] += 1
-            if parent is not None:
-                self._classify_node(parent)
+        if self._states and parent is not None:
+            self._classify_node(parent)
 
     def note_gone_node(self, parent: PrefixNode | None, node: PrefixNode) -> None:
         """Nothing of a grain is left."""
-        if self._states:
-            self._num_children[node.parent] -= 1
-            if not self._num_children[node.parent]:
-                del self._num_children[node.parent]
-                if parent is not None:
-                    self._classify_node(parent)
+        if self._states and parent is not None and parent.digest not in self._children:
+            self._classify_node(parent)
 
     def note_change(self, node: PrefixNode) -> None:
         """A grain has got or lost an entry."""
@@ -69,7 +64,6 @@ class EvictionOrder:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._num_children.clear()
         self._orphans.clear()
         self._unproven.clear()
 
@@ -94,4 +88,4 @@ class EvictionOrder:
         has_checkpoint = all(entries[group] is not None for group in self._states)
         if entry.group in self._states:
             return not has_checkpoint
-        return not has_checkpoint and entry.node.digest not in self._num_children
+        return not has_checkpoint and entry.node.digest not in self._children

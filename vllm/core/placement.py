@@ -13,7 +13,8 @@ from vllm.core.block.arena import ArenaShadow, SuperblockArena
 from vllm.core.checkpoint import Wish
 from vllm.core.eviction import choose_victims
 from vllm.core.need import count_fresh, peak_blocks
-from vllm.core.prefix_index import PrefixEntry, PrefixHit, PrefixIndex, resumed_tables
+from vllm.core.prefix_entry import PrefixEntry
+from vllm.core.prefix_index import PrefixHit, PrefixIndex, resumed_tables
 from vllm.sequence import NO_BLOCK
 
 

@@ -10,69 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm.cache_spec import KVCacheGroup
 from vllm.core.block.abstract import BlockManager
 from vllm.core.eviction_order import EvictionOrder
+from vllm.core.prefix_entry import PrefixEntry, PrefixNode
 from vllm.sequence import NO_BLOCK
 
 ChainKey = tuple[bytes, bytes]
 """(digest of the history up to the end of a grain, the grain's own tokens as bytes)."""
-
-
-class PrefixNode:
-    """One grain of one history.
-
-    Attributes:
-        digest: key of the history up to the end of the grain.
-        parent: key of the history before the grain.
-        tokens: the grain's tokens as bytes, compared on every hit.
-        entries: for each group, its blocks of the grain, or None.
-    """
-
-    __slots__ = ("digest", "entries", "parent", "tokens")
-
-    def __init__(self, digest: bytes, parent: bytes, tokens: bytes, num_groups: int) -> None:
-        self.digest = digest
-        self.parent = parent
-        self.tokens = tokens
-        self.entries: list[PrefixEntry | None] = [None] * num_groups
-
-
-class PrefixEntry:
-    """What one group has stored of one grain.
-
-    Attributes:
-        table: block ids by position inside the grain; NO_BLOCK where nothing is stored.
-        block_ids: those that are stored.
-        num_held: how many of its blocks some sequence holds; 0 makes the entry evictable.
-        num_hits: sequences that have resumed from it.
-    """
-
-    __slots__ = ("block_ids", "group", "node", "num_held", "num_hits", "table")
-
-    def __init__(self, node: PrefixNode, group: int, table: tuple[int, ...]) -> None:
-        self.node = node
-        self.group = group
-        self.table = table
-        self.block_ids = (
-            tuple(block for block in table if block != NO_BLOCK) if NO_BLOCK in table else table
-        )
-        self.num_held = len(self.block_ids)
-        self.num_hits = 0
-
-    @property
-    def num_leading(self) -> int:
-        """Entries stored from the beginning of the grain on."""
-        return self.table.index(NO_BLOCK) if NO_BLOCK in self.table else len(self.table)
-
-    @property
-    def num_trailing(self) -> int:
-        """Entries stored up to the end of the grain."""
-        return self.table[::-1].index(NO_BLOCK) if NO_BLOCK in self.table else len(self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +104,9 @@ class PrefixIndex:
         self._nodes: dict[bytes, PrefixNode] = {}
         self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
         self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
-        self._order = EvictionOrder(managers)
+        self._children: defaultdict[bytes, dict[PrefixNode, None]] = defaultdict(dict)
+        self._beside: list[dict[PrefixEntry, None]] = [{} for _ in managers]
+        self._order = EvictionOrder(managers, self._children)
 
     def extend_chain(
         self, chain: list[ChainKey], token_ids: Sequence[int], num_grains: int, salt: str
@@ -242,6 +193,7 @@ class PrefixIndex:
         if node is None:
             node = PrefixNode(digest, parent, tokens, len(self._managers))
             self._nodes[digest] = node
+            self._children[parent][node] = None
             self._order.note_node(self._nodes.get(parent), node)
         entry = node.entries[group] = PrefixEntry(node, group, table)
         self._order.note_change(node)
@@ -301,17 +253,54 @@ class PrefixIndex:
         entry.num_held -= 1
         if entry.num_held == 0:
             self._evictable[entry] = None
+            self._beside[group][entry] = None
             self._order.note_evictable(entry)
         return True
 
-    def touch(self, digest: bytes) -> None:
-        """Count a use of a grain by someone who holds other blocks of the same content."""
+    def note_join(self, group: int, blocks: Iterable[int]) -> None:
+        """One of some blocks that lie together is held now, where none was."""
+        for entry in self.entries_among(group, blocks):
+            if entry.num_held == 0:
+                self._beside[group][entry] = None
+
+    def touch(self, digest: bytes) -> list[PrefixEntry]:
+        """Count a use of a grain by someone who holds other blocks of the same content.
+
+        Returns:
+            What there is of it that can be evicted.
+        """
         node = self._nodes.get(digest)
-        if node is None:
+        entries = node.entries if node is not None else ()
+        touched = [entry for entry in entries if entry is not None and entry.num_held == 0]
+        for entry in touched:
+            self._evictable.move_to_end(entry)
+        return touched
+
+    def entries_among(self, group: int, blocks: Iterable[int]) -> list[PrefixEntry]:
+        """Return the entries that have one of a group's blocks, once each."""
+        entry_of = self._entry_of[group]
+        return list(dict.fromkeys(entry_of[block] for block in blocks if block in entry_of))
+
+    def beside(self, group: int) -> dict[PrefixEntry, None]:
+        """Return, first used first, the entries of a group that may lie beside held blocks.
+
+        None is missing that does, can be evicted and has nothing behind it. The caller takes out
+        what it finds to be none: that comes back when it may have become one.
+        """
+        return self._beside[group]
+
+    def parent_of(self, entry: PrefixEntry) -> PrefixEntry | None:
+        """Return what the entry's group has of the grain before."""
+        return self.entry_at(entry.node.parent, entry.group)
+
+    def children_of(self, entry: PrefixEntry) -> Iterator[PrefixEntry]:
+        """Yield the entries that are of no use without an entry: those of the grains behind it."""
+        if not self._managers[entry.group].needs_whole_prefix:
             return
-        for entry in node.entries:
-            if entry is not None and entry.num_held == 0:
-                self._evictable.move_to_end(entry)
+        for node in self._children.get(entry.node.digest, ()):
+            child = node.entries[entry.group]
+            if child is not None:
+                yield child
 
     def victims(self, protected: Container[PrefixEntry]) -> Iterator[PrefixEntry]:
         """Yield evictable entries in the order in which they should go, except `protected` ones."""
@@ -334,8 +323,10 @@ class PrefixIndex:
         self._evictable.clear()
         self._order.clear()
         self._nodes.clear()
-        for entry_of in self._entry_of:
+        self._children.clear()
+        for entry_of, beside in zip(self._entry_of, self._beside, strict=True):
             entry_of.clear()
+            beside.clear()
         return entries
 
     def _forget(self, entry: PrefixEntry) -> None:
@@ -344,11 +335,19 @@ class PrefixIndex:
             del entry_of[block]
         node = entry.node
         node.entries[entry.group] = None
+        self._beside[entry.group].pop(entry, None)
+        parent = self.parent_of(entry)
+        if parent is not None and parent.num_held == 0:
+            self._beside[entry.group][parent] = None
         self._order.note_kept(entry)
         if any(node.entries):
             self._order.note_change(node)
             return
         del self._nodes[node.digest]
+        siblings = self._children[node.parent]
+        del siblings[node]
+        if not siblings:
+            del self._children[node.parent]
         self._order.note_gone_node(self._nodes.get(node.parent), node)
 
     def _root(self, salt: str) -> bytes:

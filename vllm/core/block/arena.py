@@ -7,7 +7,7 @@ It never decides what to evict: it answers what would fit, and does what it is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import gt
 
 _NO_OWNER = -1
@@ -26,7 +26,6 @@ class SuperblockArena:
         num_free_slots: for each group, free slots in superblocks it owns.
         num_reclaimable: for each group, slots that are not held in superblocks with a held one:
             what the group could use there if everything cached were evicted.
-        num_idle: superblocks that are owned but hold only cached or free slots.
         num_releases: how often a block has lost its last holder.
     """
 
@@ -36,7 +35,6 @@ class SuperblockArena:
         num_groups = len(self.blocks_per_superblock)
         self.num_free_slots = [0] * num_groups
         self.num_reclaimable = [0] * num_groups
-        self.num_idle = 0
         self.num_releases = 0
         self._num_owned = [0] * num_groups
         self._num_held = [0] * num_groups
@@ -53,6 +51,12 @@ class SuperblockArena:
         ]
         self._bucket_masks = [0] * num_groups
         self._changed_owner: list[int] = []
+        self._idle: dict[int, None] = {}
+
+    @property
+    def num_idle(self) -> int:
+        """Superblocks that are owned but have only cached or free slots."""
+        return len(self._idle)
 
     @property
     def num_free_superblocks(self) -> int:
@@ -99,7 +103,7 @@ class SuperblockArena:
             missing = need - self.num_reclaimable[group]
             if missing > 0:
                 superblocks += -(-missing // self.blocks_per_superblock[group])
-        return superblocks <= len(self._free) + self.num_idle
+        return superblocks <= len(self._free) + len(self._idle)
 
     def takes_last_superblocks(self, needs: Sequence[int]) -> bool:
         """Whether `needs` would claim one of the last superblocks that several groups share.
@@ -160,7 +164,7 @@ class SuperblockArena:
             self.num_reclaimable[group] += 1
         else:
             self.num_reclaimable[group] -= self.blocks_per_superblock[group] - 1
-            self.num_idle += 1
+            self._idle[superblock] = None
         return True
 
     def reclaim(self, group: int, block: int) -> None:
@@ -179,10 +183,27 @@ class SuperblockArena:
             return
         self._slots[superblock].clear()
         self.num_free_slots[group] -= num_slots - 1
-        self.num_idle -= 1
+        del self._idle[superblock]
         self._num_owned[group] -= 1
         self._owner[superblock] = _NO_OWNER
         self._free.append(superblock)
+
+    def touch(self, group: int, block: int) -> None:
+        """Count a use of a cached block: an idle superblock becomes the one left last."""
+        superblock = self.superblock_of(group, block)
+        if superblock in self._idle:
+            del self._idle[superblock]
+            self._idle[superblock] = None
+
+    def idle_superblocks(self) -> Iterator[tuple[int, int]]:
+        """Yield (superblock, its group) of those without a held block, the one left first first."""
+        for superblock in self._idle:
+            yield superblock, self._owner[superblock]
+
+    def blocks_of(self, group: int, superblock: int) -> range:
+        """Return the ids of a group's blocks in a superblock."""
+        num_slots = self.blocks_per_superblock[group]
+        return range(superblock * num_slots, (superblock + 1) * num_slots)
 
     def superblock_of(self, group: int, block: int) -> int:
         """Return the superblock in which a block lies."""
@@ -203,7 +224,7 @@ class SuperblockArena:
         self._slots[superblock].extend(range(num_slots - 1, -1, -1))
         self._num_owned[group] += 1
         self.num_free_slots[group] += num_slots - 1
-        self.num_idle += 1
+        self._idle[superblock] = None
         return superblock
 
     def _count_hold(self, group: int, superblock: int) -> None:
@@ -213,7 +234,7 @@ class SuperblockArena:
         if held:
             self.num_reclaimable[group] -= 1
         else:
-            self.num_idle -= 1
+            del self._idle[superblock]
             self.num_reclaimable[group] += self.blocks_per_superblock[group] - 1
 
     def _enter_bucket(self, group: int, superblock: int, used: int) -> None:
@@ -272,6 +293,19 @@ class ArenaShadow:
         else:
             self._free_slots[group] -= 1
         self._counts[superblock] = (used + 1, held)
+
+    def idle_superblocks(self) -> Iterator[tuple[int, range]]:
+        """Yield (group, block ids) of superblocks without a held block, the one left first first.
+
+        Not those in which a block is supposed to be held.
+        """
+        for superblock, group in self._arena.idle_superblocks():
+            if superblock not in self._counts or not self._counts[superblock][1]:
+                yield group, self._arena.blocks_of(group, superblock)
+
+    def beside(self, group: int, block: int) -> range:
+        """Return the ids of a superblock's blocks, of which one is given."""
+        return self._arena.blocks_of(group, self._arena.superblock_of(group, block))
 
     def lacks_slots(self, group: int, need: int) -> bool:
         """Whether a group has less than `need` free slots in superblocks it owns."""
