@@ -80,6 +80,14 @@ class BlockStore:
             assert self.index is not None, "entries come from the index"
             self.index.evict(entry)
             self.free_entry(entry)
+        self.free_useless()
+
+    def free_useless(self) -> None:
+        """Free cached blocks that nothing can resume from."""
+        while self.index is not None and self.index.useless:
+            entry = next(iter(self.index.useless))
+            self.index.evict(entry)
+            self.free_entry(entry)
 
     def take_over(self, entry: PrefixEntry) -> None:
         """Forget cached content that nobody holds, and hold its blocks, which have a new use."""

@@ -309,6 +309,7 @@ class CacheManager:
                         self._store.drop(group, block)
             if number in duplicates and self._index is not None:
                 self._store.touch(cache.chain[number][0])
+        self._store.free_useless()
         cache.tables = []
         cache.num_dead = []
         cache.copy_sources = []

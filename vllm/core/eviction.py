@@ -8,6 +8,7 @@ this runs in nearly every step: it looks at what it takes, not at all that is ca
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 
 from vllm.core.block.arena import ArenaShadow
 from vllm.core.prefix_entry import PrefixEntry
@@ -150,7 +151,7 @@ def _in_order(
     before the others, those of groups that lack slots only as far as they need; then comes all the
     rest.
     """
-    for group, blocks in shadow.idle_superblocks():
+    for group, blocks in chain(_first_superblocks(index, shadow), shadow.idle_superblocks()):
         lacked_slots = shadow.lacks_slots(group, needs[group])
         entries = index.entries_among(group, reversed(blocks))
         if any(entry.num_held or entry in protected for entry in entries):
@@ -160,3 +161,14 @@ def _in_order(
                 break
             yield entry
     yield from index.victims(protected)
+
+
+def _first_superblocks(index: PrefixIndex, shadow: ArenaShadow) -> Iterator[tuple[int, range]]:
+    """Yield superblocks with nothing but entries that go before all others."""
+    for entry in index.first_victims:
+        group, block = entry.group, entry.block_ids[0]
+        blocks = shadow.beside(group, block)
+        if not shadow.is_shared(group, block) and all(
+            other in index.first_victims for other in index.entries_among(group, blocks)
+        ):
+            yield group, blocks

@@ -8,7 +8,7 @@ prompts never come back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vllm.core.block.abstract import BlockManager
 from vllm.core.prefix_entry import PrefixEntry, PrefixNode
@@ -28,14 +28,15 @@ class EvictionOrder:
         self._orphans: dict[PrefixEntry, None] = {}
         self._unproven: dict[PrefixEntry, None] = {}
 
-    def first_victims(self) -> Iterator[PrefixEntry]:
-        """Yield the entries that go before all others."""
-        yield from self._orphans
-        yield from self._unproven
+    @property
+    def useless(self) -> Collection[PrefixEntry]:
+        """Entries that nothing can resume from."""
+        return self._orphans.keys()
 
-    def comes_first(self, entry: PrefixEntry) -> bool:
-        """Whether `first_victims` yields an entry."""
-        return entry in self._orphans or entry in self._unproven
+    @property
+    def first(self) -> Collection[PrefixEntry]:
+        """Entries that go before all others, in their order."""
+        return self._unproven.keys()
 
     def note_node(self, parent: PrefixNode | None, node: PrefixNode) -> None:
         """A grain is known now."""

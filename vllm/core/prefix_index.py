@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm.cache_spec import KVCacheGroup
@@ -304,13 +304,19 @@ class PrefixIndex:
 
     def victims(self, protected: Container[PrefixEntry]) -> Iterator[PrefixEntry]:
         """Yield evictable entries in the order in which they should go, except `protected` ones."""
-        order = self._order
-        for entry in order.first_victims():
+        for entry in self._evictable:
             if entry not in protected:
                 yield entry
-        for entry in self._evictable:
-            if entry not in protected and not order.comes_first(entry):
-                yield entry
+
+    @property
+    def first_victims(self) -> Collection[PrefixEntry]:
+        """Evictable entries that should go before all others, in their order."""
+        return self._order.first
+
+    @property
+    def useless(self) -> Collection[PrefixEntry]:
+        """Evictable entries that nothing can resume from."""
+        return self._order.useless
 
     def evict(self, entry: PrefixEntry) -> None:
         """Forget an evictable entry; the caller frees its blocks."""

@@ -7,6 +7,8 @@ import random
 from tests.hybrid.core.geometries import qwen3_next_80b
 from tests.hybrid.core.test_reuse import Engine
 from vllm.core.cache_manager import CacheManager
+from vllm.core.prefix_entry import PrefixEntry
+from vllm.core.prefix_index import PrefixIndex
 
 
 def check_order(cache: CacheManager) -> None:
@@ -31,6 +33,14 @@ def check_order(cache: CacheManager) -> None:
                 unproven.add(entry)
     assert set(order._orphans) == orphans
     assert set(order._unproven) == unproven
+
+
+def find_depth(index: PrefixIndex, entry: PrefixEntry) -> int:
+    """Grains before an entry's."""
+    node, depth = entry.node, 0
+    while node.parent in index._nodes:
+        node, depth = index._nodes[node.parent], depth + 1
+    return depth
 
 
 def test_a_prefix_that_is_used_survives_a_flood_of_prompts_that_are_not():
@@ -65,15 +75,15 @@ def test_both_stripes_of_a_state_go_together():
         assert len(lonely) <= 1  # the rest of an eviction that needed one block; it goes next
 
 
-def test_rows_behind_the_last_checkpoint_go_first():
+def test_rows_that_nothing_can_resume_from_are_not_kept():
     engine = Engine(qwen3_next_80b(), 2**31, 2048)
-    engine.serve([list(range(1000))], max_tokens=2)
-    index = engine.cache._index
+    engine.serve([list(range(1000))], max_tokens=80)  # the last copy is behind the prompt
+    arena, index = engine.cache.arena, engine.cache._index
     assert index is not None
-    engine.cache._store.evict([e for e in index.victims(()) if e.group in (0, 1)])
     check_order(engine.cache)
-    first = [next(index.victims(())) for _ in range(1)]
-    engine.cache._store.evict(first)
-    second = next(index.victims(()))
-    assert first[0].node.parent == second.node.digest, "from the end, and each one an orphan"
-    assert second in index._order._orphans
+    last = max((e for e in index._evictable if e.group == 0), key=lambda e: find_depth(index, e))
+    assert max(find_depth(index, e) for e in index._evictable) == find_depth(index, last)
+    engine.cache._store.evict([e for e in index._evictable if e.group == 0])
+    check_order(engine.cache)
+    assert not index._evictable, "rows without a checkpoint, and the other stripe of it"
+    assert arena.num_free_superblocks == arena.num_superblocks
