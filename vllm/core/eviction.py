@@ -91,13 +91,13 @@ class _Taken:
     def give_back(self, index: PrefixIndex, needs: Sequence[int]) -> list[PrefixEntry]:
         """Return those without which the needs do not fit, and those behind them."""
         gone: dict[PrefixEntry, None] = {}
-        for number, entry in enumerate(reversed(self.entries)):
-            if index.parent_of(entry) in gone and index.needs_parent(entry.group):
+        for entry in reversed(self.entries):
+            if gone and index.needs_parent(entry.group) and index.parent_of(entry) in gone:
                 gone[entry] = None
                 continue
             for block in entry.block_ids:
                 self.shadow.restore(entry.group, block)
-            if number == 0 or not self.shadow.fits(needs):
+            if not self.shadow.fits(needs):
                 for block in entry.block_ids:
                     self.shadow.evict(entry.group, block)
                 gone[entry] = None
@@ -147,13 +147,13 @@ def _in_order(
 ) -> Iterator[PrefixEntry]:
     """Yield entries in the order in which they should go; the caller evicts them from the shadow.
 
-    Superblocks without a held block are emptied one after the other, that which was left first
-    before the others, those of groups that lack slots only as far as they need; then comes all the
-    rest.
+    Where superblocks have several blocks, those without a held one are emptied one after the other,
+    that which was left first before the others, those of groups that lack slots only as far as they
+    need; then comes all the rest.
     """
     for group, blocks in chain(_first_superblocks(index, shadow), shadow.idle_superblocks()):
         lacked_slots = shadow.lacks_slots(group, needs[group])
-        entries = index.entries_among(group, reversed(blocks))
+        entries = index.entries_among(group, blocks[::-1])
         if any(entry.num_held or entry in protected for entry in entries):
             continue
         for entry in entries:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm.cache_spec import KVCacheGroup
@@ -257,7 +257,7 @@ class PrefixIndex:
             self._order.note_evictable(entry)
         return True
 
-    def note_join(self, group: int, blocks: Iterable[int]) -> None:
+    def note_join(self, group: int, blocks: Sequence[int]) -> None:
         """One of some blocks that lie together is held now, where none was."""
         for entry in self.entries_among(group, blocks):
             if entry.num_held == 0:
@@ -276,9 +276,12 @@ class PrefixIndex:
             self._evictable.move_to_end(entry)
         return touched
 
-    def entries_among(self, group: int, blocks: Iterable[int]) -> list[PrefixEntry]:
+    def entries_among(self, group: int, blocks: Sequence[int]) -> list[PrefixEntry]:
         """Return the entries that have one of a group's blocks, once each."""
         entry_of = self._entry_of[group]
+        if len(blocks) == 1:
+            entry = entry_of.get(blocks[0])
+            return [] if entry is None else [entry]
         return list(dict.fromkeys(entry_of[block] for block in blocks if block in entry_of))
 
     def beside(self, group: int) -> dict[PrefixEntry, None]:

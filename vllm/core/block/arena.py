@@ -297,8 +297,10 @@ class ArenaShadow:
     def idle_superblocks(self) -> Iterator[tuple[int, range]]:
         """Yield (group, block ids) of superblocks without a held block, the one left first first.
 
-        Not those in which a block is supposed to be held.
+        Not those in which a block is supposed to be held; none where each has one block only.
         """
+        if max(self._arena.blocks_per_superblock) == 1:
+            return
         for superblock, group in self._arena.idle_superblocks():
             if superblock not in self._counts or not self._counts[superblock][1]:
                 yield group, self._arena.blocks_of(group, superblock)
