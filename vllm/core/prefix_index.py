@@ -105,7 +105,9 @@ class PrefixIndex:
         self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
         self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
         self._children: defaultdict[bytes, dict[PrefixNode, None]] = defaultdict(dict)
-        self._beside: list[dict[PrefixEntry, None]] = [{} for _ in managers]
+        self._beside: list[dict[PrefixEntry, None]] = (
+            [{} for _ in managers] if len(managers) > 1 else []
+        )
         self._order = EvictionOrder(managers, self._children)
 
     def extend_chain(
@@ -253,15 +255,14 @@ class PrefixIndex:
         entry.num_held -= 1
         if entry.num_held == 0:
             self._evictable[entry] = None
-            self._beside[group][entry] = None
+            self._note_spare(entry)
             self._order.note_evictable(entry)
         return True
 
     def note_join(self, group: int, blocks: Sequence[int]) -> None:
         """One of some blocks that lie together is held now, where none was."""
         for entry in self.entries_among(group, blocks):
-            if entry.num_held == 0:
-                self._beside[group][entry] = None
+            self._note_spare(entry)
 
     def touch(self, digest: bytes) -> list[PrefixEntry]:
         """Count a use of a grain by someone who holds other blocks of the same content.
@@ -285,7 +286,7 @@ class PrefixIndex:
         return list(dict.fromkeys(entry_of[block] for block in blocks if block in entry_of))
 
     def beside(self, group: int) -> dict[PrefixEntry, None]:
-        """Return, first used first, the entries of a group that may lie beside held blocks.
+        """Return, in order, the entries of one of several groups that may lie beside held blocks.
 
         None is missing that does, can be evicted and has nothing behind it. The caller takes out
         what it finds to be none: that comes back when it may have become one.
@@ -333,8 +334,9 @@ class PrefixIndex:
         self._order.clear()
         self._nodes.clear()
         self._children.clear()
-        for entry_of, beside in zip(self._entry_of, self._beside, strict=True):
+        for entry_of in self._entry_of:
             entry_of.clear()
+        for beside in self._beside:
             beside.clear()
         return entries
 
@@ -344,10 +346,9 @@ class PrefixIndex:
             del entry_of[block]
         node = entry.node
         node.entries[entry.group] = None
-        self._beside[entry.group].pop(entry, None)
-        parent = self.parent_of(entry)
-        if parent is not None and parent.num_held == 0:
-            self._beside[entry.group][parent] = None
+        if self._beside:
+            self._beside[entry.group].pop(entry, None)
+            self._note_spare(self.parent_of(entry))
         self._order.note_kept(entry)
         if any(node.entries):
             self._order.note_change(node)
@@ -358,6 +359,11 @@ class PrefixIndex:
         if not siblings:
             del self._children[node.parent]
         self._order.note_gone_node(self._nodes.get(node.parent), node)
+
+    def _note_spare(self, entry: PrefixEntry | None) -> None:
+        """An entry may have become one beside held blocks that can go; with one group none can."""
+        if self._beside and entry is not None and entry.num_held == 0:
+            self._beside[entry.group][entry] = None
 
     def _root(self, salt: str) -> bytes:
         root = self._roots.get(salt)
