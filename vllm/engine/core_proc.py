@@ -25,6 +25,7 @@ from vllm.engine.messages import ControlMessage, EngineFailed, Heartbeat, Report
 from vllm.engine.process_start import ProcessStart
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
+from vllm.utils.heap import freeze_heap
 
 logger = init_logger(__name__)
 
@@ -103,6 +104,7 @@ def run_engine_process() -> None:
         loop = CoreLoop(core, SocketInbox(inputs), send)
         pulse.loop = loop
         send(core.ready)
+        freeze_heap()
         loop.run()
     reports.close()
     pulse.stop()

@@ -8,6 +8,7 @@ it comes, also while the step before it runs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -28,6 +29,7 @@ from vllm.config import EngineConfig
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.errors import VllmError
 from vllm.executor import wire
+from vllm.utils.heap import freeze_heap
 from vllm.worker.pending_step import PendingStep
 from vllm.worker.worker import Worker
 
@@ -98,10 +100,12 @@ def _serve(
                 connection.send_bytes(wire.encode_output(output))
         elif kind == wire.LAYOUT:
             worker.initialize_cache(pickle.loads(body))
+            freeze_heap()
             connection.send_bytes(wire.READY)
         elif kind == wire.QUIT:
             while steps:
                 steps.popleft().wait()
+            gc.unfreeze()
             worker.close()
             return
         else:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.utils.heap import freeze_heap
 
 logger = init_logger(__name__)
 
@@ -31,6 +32,7 @@ class HttpServer(uvicorn.Server):
         """Begin to listen, then say so."""
         for sock in sockets or ():  # connections inherit it: the next server can take the port
             sock.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        freeze_heap()
         await super().startup(sockets)
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
