@@ -8,6 +8,7 @@ prompts never come back.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
 from vllm.core.block.abstract import BlockManager
@@ -25,8 +26,8 @@ class EvictionOrder:
         self._states = tuple(g for g, m in enumerate(managers) if not m.is_positional)
         self._whole = tuple(g for g, m in enumerate(managers) if m.needs_whole_prefix)
         self._children = children
-        self._orphans: dict[PrefixEntry, None] = {}
-        self._unproven: dict[PrefixEntry, None] = {}
+        self._orphans: OrderedDict[PrefixEntry, None] = OrderedDict()
+        self._unproven: OrderedDict[PrefixEntry, None] = OrderedDict()
 
     @property
     def useless(self) -> Collection[PrefixEntry]:

@@ -105,8 +105,8 @@ class PrefixIndex:
         self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
         self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
         self._children: defaultdict[bytes, dict[PrefixNode, None]] = defaultdict(dict)
-        self._beside: list[dict[PrefixEntry, None]] = (
-            [{} for _ in managers] if len(managers) > 1 else []
+        self._beside: list[OrderedDict[PrefixEntry, None]] = (
+            [OrderedDict() for _ in managers] if len(managers) > 1 else []
         )
         self._order = EvictionOrder(managers, self._children)
 
@@ -285,7 +285,7 @@ class PrefixIndex:
             return [] if entry is None else [entry]
         return list(dict.fromkeys(entry_of[block] for block in blocks if block in entry_of))
 
-    def beside(self, group: int) -> dict[PrefixEntry, None]:
+    def beside(self, group: int) -> OrderedDict[PrefixEntry, None]:
         """Return, in order, the entries of one of several groups that may lie beside held blocks.
 
         None is missing that does, can be evicted and has nothing behind it. The caller takes out

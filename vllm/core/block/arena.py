@@ -7,6 +7,7 @@ It never decides what to evict: it answers what would fit, and does what it is t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from operator import gt
 
@@ -51,7 +52,7 @@ class SuperblockArena:
         ]
         self._bucket_masks = [0] * num_groups
         self._changed_owner: list[int] = []
-        self._idle: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # its first is found in constant time
 
     @property
     def num_idle(self) -> int:
@@ -192,8 +193,7 @@ class SuperblockArena:
         """Count a use of a cached block: an idle superblock becomes the one left last."""
         superblock = self.superblock_of(group, block)
         if superblock in self._idle:
-            del self._idle[superblock]
-            self._idle[superblock] = None
+            self._idle.move_to_end(superblock)
 
     def idle_superblocks(self) -> Iterator[tuple[int, int]]:
         """Yield (superblock, its group) of those without a held block, the one left first first."""
