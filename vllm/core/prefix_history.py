@@ -6,6 +6,7 @@ no blocks, and a bounded number of them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from vllm.core.prefix_index import ChainKey
@@ -18,7 +19,7 @@ class PrefixHistory:
 
     def __init__(self, max_digests: int = MAX_DIGESTS) -> None:
         self._max_digests = max_digests
-        self._seen: dict[bytes, None] = {}
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def match(self, chain: Sequence[ChainKey], num_grains: int) -> int:
         """Return how many of the first `num_grains` grains of a chain have been seen."""
@@ -31,7 +32,7 @@ class PrefixHistory:
         """Record the grains of a chain as seen now."""
         seen = self._seen
         for digest, _ in chain:
-            seen.pop(digest, None)
             seen[digest] = None
+            seen.move_to_end(digest)
         while len(seen) > self._max_digests:
-            del seen[next(iter(seen))]
+            seen.popitem(last=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import statistics
 import time
 from itertools import count
 
@@ -13,6 +15,7 @@ from tests.core.test_pressure import answer
 from tests.hybrid.core.geometries import GEOMETRIES, make_groups
 from vllm.core.cache_manager import CacheManager
 from vllm.core.capacity import make_layout
+from vllm.core.prefix_history import PrefixHistory
 from vllm.core.scheduler import Scheduler
 
 NUM_ROUNDS = 3
@@ -66,3 +69,25 @@ def test_planning_in_a_full_cache(name: str, num_gib: int, num_in: int) -> None:
         empty_s.append(run_round())
     full_s = [run_round() for _ in range(NUM_ROUNDS)]
     assert min(full_s) < MOST_TIMES * min(empty_s), (empty_s, full_s)
+
+
+def test_a_full_history_takes_note_as_fast_as_an_empty_one() -> None:
+    history = PrefixHistory(max_digests=1 << 15)
+
+    def note() -> float:
+        chain = [(os.urandom(32), b"") for _ in range(1000)]
+        start_s = time.perf_counter()
+        history.note(chain)
+        return time.perf_counter() - start_s
+
+    empty_s = statistics.median(note() for _ in range(30))
+    full_s = statistics.median(note() for _ in range(30))
+    assert full_s < MOST_TIMES * empty_s
+
+
+def test_a_full_history_forgets_what_was_seen_longest_ago() -> None:
+    history = PrefixHistory(max_digests=3)
+    a, b, c, d = ([(name, b"")] for name in (b"a", b"b", b"c", b"d"))
+    for chain in (a, b, c, a, d):
+        history.note(chain)
+    assert [history.match(chain, 1) for chain in (a, b, c, d)] == [1, 0, 1, 1]
