@@ -106,7 +106,7 @@ def check_index(cache: CacheManager) -> None:
 def check_neighbours(cache: CacheManager) -> None:
     """No entry beside held blocks that could go is missing where such are looked for."""
     index, arena = cache._index, cache.arena
-    if index is None or not index._beside:
+    if index is None or len(index._beside) == 1:
         return
     for entry in index._evictable:
         group = entry.group

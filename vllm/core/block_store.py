@@ -27,15 +27,11 @@ class BlockStore:
         self.arena = arena
         self.index = index
         self._pinned: list[tuple[int, int]] = []
-        per_superblock = arena.blocks_per_superblock
-        self._has_neighbours = index is not None and len(per_superblock) > 1
-        self._joins = tuple(self._has_neighbours and per > 1 for per in per_superblock)
 
     def allocate(self, group: int) -> int:
         """Return a free block of a group with one reference; IndexError if there is no room."""
         block = self.arena.allocate(group)
-        if self._joins[group]:
-            self._note_join(group, block)
+        self._note_join(group, block)
         return block
 
     def hold(self, group: int, block: int) -> None:
@@ -43,8 +39,7 @@ class BlockStore:
         if self.arena.hold(group, block):
             assert self.index is not None, "only cached blocks have no holder"
             self.index.note_held(group, block)
-            if self._joins[group]:
-                self._note_join(group, block)
+            self._note_join(group, block)
 
     def drop(self, group: int, block: int) -> None:
         """Drop a reference; the last one frees the block unless its content is cached."""
@@ -68,7 +63,7 @@ class BlockStore:
         fits = self.arena.fits(needs)
         if fits and not self.arena.takes_last_superblocks(needs):
             return []
-        if self.index is not None and self._has_neighbours:
+        if self.index is not None and len(needs) > 1:
             neighbours = choose_neighbours(self.index, ArenaShadow(self.arena), needs)
             if fits or neighbours:
                 return neighbours
@@ -95,8 +90,7 @@ class BlockStore:
         self.index.evict(entry)
         for block in entry.block_ids:
             self.arena.hold(entry.group, block)
-            if self._joins[entry.group]:
-                self._note_join(entry.group, block)
+            self._note_join(entry.group, block)
 
     def touch(self, digest: bytes) -> None:
         """Count a use of a cached grain by someone who holds other blocks of the same content."""
@@ -131,8 +125,9 @@ class BlockStore:
         return is_known or self.arena.ref_count(group, block) > 1
 
     def _note_join(self, group: int, block: int) -> None:
-        """Tell the index of cached blocks that have got a held one beside them by a hold."""
-        assert self.index is not None, "only cached blocks are told of"
+        """A block got its first holder: tell the index of cached blocks that lie beside it."""
+        if self.index is None or self.arena.blocks_per_superblock[group] == 1:
+            return
         superblock = self.arena.superblock_of(group, block)
         num_used, num_held = self.arena.superblock_counts(superblock)
         if num_held == 1 and num_used > 1:

@@ -109,15 +109,12 @@ def _take_neighbours(
 ) -> None:
     """Take entries beside held blocks, of each group as long as it lacks slots of its own.
 
-    None without which an entry that stays could not be reached. With one group there is no
-    difference between its blocks, and none is taken.
+    None without which an entry that stays could not be reached.
     """
-    if len(needs) == 1:
-        return
     shadow = taken.shadow
     for group, need in enumerate(needs):
-        candidates, others = index.beside(group), []
-        for candidate in candidates:
+        others = []
+        for candidate in index.beside(group):
             if not shadow.lacks_slots(group, need):
                 break
             if not _is_spare(index, taken, candidate):
@@ -129,8 +126,7 @@ def _take_neighbours(
                 if not shadow.lacks_slots(group, need):
                     break
                 entry = index.parent_of(entry) if index.needs_parent(group) else None
-        for other in others:
-            del candidates[other]
+        index.note_not_beside(others)
 
 
 def _is_spare(index: PrefixIndex, taken: _Taken, entry: PrefixEntry) -> bool:
@@ -151,7 +147,8 @@ def _in_order(
     that which was left first before the others, those of groups that lack slots only as far as they
     need; then comes all the rest.
     """
-    for group, blocks in chain(_first_superblocks(index, shadow), shadow.idle_superblocks()):
+    idle = shadow.idle_superblocks() if shadow.is_divided else ()  # else the rest is in that order
+    for group, blocks in chain(_first_superblocks(index, shadow), idle):
         lacked_slots = shadow.lacks_slots(group, needs[group])
         entries = index.entries_among(group, blocks[::-1])
         if any(entry.num_held or entry in protected for entry in entries):
@@ -167,7 +164,7 @@ def _first_superblocks(index: PrefixIndex, shadow: ArenaShadow) -> Iterator[tupl
     """Yield superblocks with nothing but entries that go before all others."""
     for entry in index.first_victims:
         group, block = entry.group, entry.block_ids[0]
-        blocks = shadow.beside(group, block)
+        blocks = shadow.blocks_beside(group, block)
         if not shadow.is_shared(group, block) and all(
             other in index.first_victims for other in index.entries_among(group, blocks)
         ):

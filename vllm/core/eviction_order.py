@@ -39,19 +39,9 @@ class EvictionOrder:
         """Entries that go before all others, in their order."""
         return self._unproven.keys()
 
-    def note_node(self, parent: PrefixNode | None, node: PrefixNode) -> None:
-        """A grain is known now."""
-        if self._states and parent is not None:
-            self._classify_node(parent)
-
-    def note_gone_node(self, parent: PrefixNode | None, node: PrefixNode) -> None:
-        """Nothing of a grain is left."""
-        if self._states and parent is not None and parent.digest not in self._children:
-            self._classify_node(parent)
-
-    def note_change(self, node: PrefixNode) -> None:
-        """A grain has got or lost an entry."""
-        if self._states:
+    def note_change(self, node: PrefixNode | None) -> None:
+        """A grain has got or lost an entry, or a grain behind it; None where it is not known."""
+        if self._states and node is not None:
             self._classify_node(node)
 
     def note_evictable(self, entry: PrefixEntry) -> None:

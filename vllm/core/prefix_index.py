@@ -105,9 +105,7 @@ class PrefixIndex:
         self._entry_of: list[dict[int, PrefixEntry]] = [{} for _ in managers]
         self._evictable: OrderedDict[PrefixEntry, None] = OrderedDict()
         self._children: defaultdict[bytes, dict[PrefixNode, None]] = defaultdict(dict)
-        self._beside: list[OrderedDict[PrefixEntry, None]] = (
-            [OrderedDict() for _ in managers] if len(managers) > 1 else []
-        )
+        self._beside: list[OrderedDict[PrefixEntry, None]] = [OrderedDict() for _ in managers]
         self._order = EvictionOrder(managers, self._children)
 
     def extend_chain(
@@ -196,7 +194,7 @@ class PrefixIndex:
             node = PrefixNode(digest, parent, tokens, len(self._managers))
             self._nodes[digest] = node
             self._children[parent][node] = None
-            self._order.note_node(self._nodes.get(parent), node)
+            self._order.note_change(self._nodes.get(parent))
         entry = node.entries[group] = PrefixEntry(node, group, table)
         self._order.note_change(node)
         entry_of = self._entry_of[group]
@@ -285,13 +283,18 @@ class PrefixIndex:
             return [] if entry is None else [entry]
         return list(dict.fromkeys(entry_of[block] for block in blocks if block in entry_of))
 
-    def beside(self, group: int) -> OrderedDict[PrefixEntry, None]:
-        """Return, in order, the entries of one of several groups that may lie beside held blocks.
+    def beside(self, group: int) -> Collection[PrefixEntry]:
+        """Return, in order, the entries of a group that may lie beside held blocks.
 
-        None is missing that does, can be evicted and has nothing behind it. The caller takes out
-        what it finds to be none: that comes back when it may have become one.
+        None is missing that does, can be evicted and has nothing behind it. With one group there is
+        no difference between its blocks, and there are none.
         """
-        return self._beside[group]
+        return self._beside[group].keys()
+
+    def note_not_beside(self, entries: Sequence[PrefixEntry]) -> None:
+        """These are no such entries; `beside` has them again when they may have become some."""
+        for entry in entries:
+            del self._beside[entry.group][entry]
 
     def parent_of(self, entry: PrefixEntry) -> PrefixEntry | None:
         """Return what the entry's group has of the grain before."""
@@ -307,7 +310,7 @@ class PrefixIndex:
                 yield child
 
     def victims(self, protected: Container[PrefixEntry]) -> Iterator[PrefixEntry]:
-        """Yield evictable entries in the order in which they should go, except `protected` ones."""
+        """Yield evictable entries, the least recently used first, except `protected` ones."""
         for entry in self._evictable:
             if entry not in protected:
                 yield entry
@@ -346,9 +349,8 @@ class PrefixIndex:
             del entry_of[block]
         node = entry.node
         node.entries[entry.group] = None
-        if self._beside:
-            self._beside[entry.group].pop(entry, None)
-            self._note_spare(self.parent_of(entry))
+        self._beside[entry.group].pop(entry, None)
+        self._note_spare(self.parent_of(entry))
         self._order.note_kept(entry)
         if any(node.entries):
             self._order.note_change(node)
@@ -358,11 +360,11 @@ class PrefixIndex:
         del siblings[node]
         if not siblings:
             del self._children[node.parent]
-        self._order.note_gone_node(self._nodes.get(node.parent), node)
+        self._order.note_change(self._nodes.get(node.parent))
 
     def _note_spare(self, entry: PrefixEntry | None) -> None:
-        """An entry may have become one beside held blocks that can go; with one group none can."""
-        if self._beside and entry is not None and entry.num_held == 0:
+        """An entry may have become one of those that `beside` returns."""
+        if len(self._managers) > 1 and entry is not None and entry.num_held == 0:
             self._beside[entry.group][entry] = None
 
     def _root(self, salt: str) -> bytes:

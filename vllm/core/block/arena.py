@@ -297,16 +297,19 @@ class ArenaShadow:
     def idle_superblocks(self) -> Iterator[tuple[int, range]]:
         """Yield (group, block ids) of superblocks without a held block, the one left first first.
 
-        Not those in which a block is supposed to be held; none where each has one block only.
+        Not those in which a block is supposed to be held.
         """
-        if max(self._arena.blocks_per_superblock) == 1:
-            return
         for superblock, group in self._arena.idle_superblocks():
             if superblock not in self._counts or not self._counts[superblock][1]:
                 yield group, self._arena.blocks_of(group, superblock)
 
-    def beside(self, group: int, block: int) -> range:
-        """Return the ids of a superblock's blocks, of which one is given."""
+    @property
+    def is_divided(self) -> bool:
+        """Whether superblocks of some group have several blocks."""
+        return max(self._arena.blocks_per_superblock) > 1
+
+    def blocks_beside(self, group: int, block: int) -> range:
+        """Return the ids of the blocks in a block's superblock, its own among them."""
         return self._arena.blocks_of(group, self._arena.superblock_of(group, block))
 
     def lacks_slots(self, group: int, need: int) -> bool:
