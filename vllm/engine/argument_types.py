@@ -8,21 +8,16 @@ whenever arguments are made.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from numbers import Integral, Number, Real
 from typing import TYPE_CHECKING
 
 from vllm.errors import ConfigError
-from vllm.utils.field_checks import to_builtin
+from vllm.utils.field_checks import is_switch, to_builtin
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
-
-
-def _is_switch(value: object) -> bool:
-    """0 and 1 pass, and so do numpy's truth values, which are no numbers."""
-    return isinstance(value, Hashable) and value in (0, 1)
 
 
 def _is_whole(value: object) -> bool:
@@ -40,7 +35,7 @@ def _is_text(value: object) -> bool:
 
 
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "bool": ("True, False", _is_switch),
+    "bool": ("True, False", is_switch),
     "int": ("a whole number", _is_whole),
     "float": ("a number", _is_number),
     "str": ("text", _is_text),
@@ -76,6 +71,6 @@ def _to_plain(value: object) -> object:
     """Return paths as text, and numbers and truth values of other libraries as Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if _is_switch(value) and not isinstance(value, Number):
+    if is_switch(value) and not isinstance(value, Number):
         return bool(value)
     return to_builtin(value)

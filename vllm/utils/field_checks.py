@@ -60,9 +60,14 @@ def check_not_empty(name: str, ids: Sequence[int] | None) -> None:
         )
 
 
+def is_switch(value: object) -> bool:
+    """Return whether something is a truth value (numpy's, too, which is no number), or 0 or 1."""
+    return isinstance(value, Hashable) and value in (0, 1)
+
+
 def parse_switch(value: object, name: str) -> bool:
-    """Return a truth value, given as such (numpy's too) or as 0 or 1; text is none."""
-    if isinstance(value, Hashable) and value in (0, 1):
+    """Return a truth value, of what `is_switch` takes; text is none."""
+    if is_switch(value):
         return bool(value)
     raise RequestError(f"{name} must be True or False, got {value!r}", param=name)
 
