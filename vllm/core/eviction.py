@@ -41,7 +41,7 @@ def choose_victims(
     taken = _Taken(shadow)
     _take_neighbours(index, taken, needs, protected)
     if not shadow.fits(needs):
-        for entry in _in_order(index, shadow, needs, protected):
+        for entry in _in_order(index, shadow, protected):
             taken.add(index, entry)
             if shadow.fits(needs):
                 break
@@ -139,24 +139,18 @@ def _is_spare(index: PrefixIndex, taken: _Taken, entry: PrefixEntry) -> bool:
 
 
 def _in_order(
-    index: PrefixIndex, shadow: ArenaShadow, needs: Sequence[int], protected: Container[PrefixEntry]
+    index: PrefixIndex, shadow: ArenaShadow, protected: Container[PrefixEntry]
 ) -> Iterator[PrefixEntry]:
-    """Yield entries in the order in which they should go; the caller evicts them from the shadow.
+    """Yield entries in the order in which they should go.
 
     Where superblocks have several blocks, those without a held one are emptied one after the other,
-    that which was left first before the others, those of groups that lack slots only as far as they
-    need; then comes all the rest.
+    that which was left first before the others, the deepest entry first; then comes all the rest.
     """
     idle = shadow.idle_superblocks() if shadow.is_divided else ()  # else the rest is in that order
     for group, blocks in chain(_first_superblocks(index, shadow), idle):
-        lacked_slots = shadow.lacks_slots(group, needs[group])
         entries = index.entries_among(group, blocks[::-1])
-        if any(entry.num_held or entry in protected for entry in entries):
-            continue
-        for entry in entries:
-            if lacked_slots and not shadow.lacks_slots(group, needs[group]):
-                break
-            yield entry
+        if not any(entry.num_held or entry in protected for entry in entries):
+            yield from entries
     yield from index.victims(protected)
 
 
